@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SIZES, edit_tensors, save_base
+from builders import SIZES, edit_config, edit_tensors, save_base
 from chat_tokenizers import CONTROLS, chat_tokenizer
 from golden import Golden
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -431,3 +431,22 @@ def test_a_pre_tokenizer_that_llama_cpp_does_not_know_is_refused(chat_model: Pat
     shown = shlex.split(str(refused.value).partition("to see all: ")[2])
     assert shown[:2] == export.find_converter()
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+@real
+@pytest.mark.parametrize(
+    ("stored", "quant"), [(torch.float32, "f32"), (torch.float32, "bf16"), (torch.bfloat16, "q8_0")]
+)
+def test_an_export_warns_of_a_failed_merge_and_of_rounding(
+    chat_model: Path, tmp_path: Path, stored: torch.dtype, quant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    merged = Path(shutil.copytree(chat_model, tmp_path / "run" / "merged"))
+    edit_tensors(merged, lambda name, tensor: tensor.to(stored))
+    edit_config(merged, dtype=str(stored).removeprefix("torch."))
+    checks = [{"name": name, "passed": name == "steps"} for name in ("steps", "merged logits")]
+    (merged.parent / "verdict.json").write_text(json.dumps({"checks": checks}))
+    report = export.export_model(merged, tmp_path / "out", quant)
+    assert "failed: merged logits. cogumi status names what mends the merge" in caplog.text
+    assert ("--quant bf16 may round a small update away" in caplog.text) is (quant == "bf16")
+    assert export.wide_type(merged) == ("f32" if stored is torch.float32 else "bf16")
+    assert quant != "f32" or report.check.largest_error == 0

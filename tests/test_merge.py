@@ -21,7 +21,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span
-from cogumi.merge import MergeError, merge_adapter, stream
+from cogumi.merge import MergeError, check_merged, merge_adapter, stream
 from cogumi.merge.plan import RowRange
 
 LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}
@@ -369,3 +369,60 @@ def test_an_overflow_is_caught(
     with golden.raises("merge", MergeError, message=f"{tensor}: element {(*element, 0)[:2]} becomes"):
         merge_adapter(adapter, tmp_path / "merged", dtype=dtype, progress=False)
     assert nothing_left(tmp_path / "merged")
+
+
+# ------------------------------------------------------------------------------------------------ updates that rounding takes
+
+
+def small_adapter(base: Path, path: Path, size: float) -> Path:
+    """An adapter whose update is this many times that of `make_adapter`."""
+    return edit_tensors(make_adapter(base, path), lambda name, tensor: tensor * size if "lora_B" in name else tensor)
+
+
+def kept_by_hand(base: Path, adapter: Path) -> float:
+    """<round(W + BA) - W, BA> / <BA, BA> over all elements, in float64."""
+    before, exact = tensors_of(base), builders.closed_form(base, adapter)
+    deltas = {name: exact[name].double() - before[name].double() for name in exact}
+    # bfloat16 has eight significant bits; torch's own conversion of float64 rounds twice.
+    spacing = {name: torch.ldexp(torch.ones(()).double(), torch.frexp(exact[name]).exponent - 8) for name in exact}
+    rounded = {name: torch.round(exact[name] / spacing[name]) * spacing[name] for name in exact}
+    moved = {name: rounded[name] - before[name].double() for name in exact}
+    along = sum((moved[name] * deltas[name]).sum().item() for name in exact)
+    return along / sum(delta.square().sum().item() for delta in deltas.values())
+
+
+@pytest.mark.parametrize(("size", "written"), [(1.0, "keep"), (0.002, "float32"), (0.0005, "float32")])
+def test_auto_writes_float32_where_bfloat16_loses_the_update(
+    llama_base: Path, tmp_path: Path, size: float, written: str
+) -> None:
+    adapter = small_adapter(llama_base, tmp_path / "adapter", size)
+    kept = kept_by_hand(llama_base, adapter)
+    assert (kept > 0.98) is (written == "keep")
+    report = merge_adapter(adapter, tmp_path / "auto", base=llama_base, progress=False)
+    manifest, config = builders.manifest_of(report.out), json.loads((report.out / "config.json").read_text())
+    assert (report.dtype, manifest["dtype"]) == (written, written)
+    assert config["dtype"] == ("bfloat16" if written == "keep" else "float32")
+    note = f"bfloat16 would keep {kept:.0%} of the update, which is small"
+    assert (note in str(report)) is (written == "float32")
+    assert builders.manifest_of(report.out)["delta_retained"] == pytest.approx(
+        kept if written == "keep" else 1, abs=1e-3
+    )
+    assert check_merged(report.out, progress=False).elements == report.elements
+    assert [path.name for path in tmp_path.glob("auto*")] == ["auto"]
+
+    lossy = merge_adapter(adapter, tmp_path / "base", base=llama_base, dtype="keep", progress=False)
+    assert lossy.delta_retained == pytest.approx(kept, abs=1e-6)
+    assert ("merge with --dtype float32 to keep all of it" in str(lossy)) is (written == "float32")
+
+
+def test_a_disk_without_room_for_float32_keeps_the_dtype_of_the_base(
+    llama_base: Path, tmp_path: Path, mount: Callable[..., Path]
+) -> None:
+    adapter = small_adapter(llama_base, tmp_path / "adapter", 0.0005)
+    stored = sum(path.stat().st_size for path in llama_base.glob("*.safetensors"))
+    disk = mount("tmpfs", f"size={int(stored * 1.7)}")
+    report = merge_adapter(adapter, disk / "out", base=llama_base, progress=False)
+    assert report.dtype == "keep"
+    assert "merge with --dtype float32" in str(report)
+    assert report.delta_retained is not None
+    assert report.delta_retained < 0.98

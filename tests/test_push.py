@@ -145,6 +145,20 @@ def test_a_red_run_is_refused_unless_it_is_wanted(run: Path, hub: HubServer, pus
     assert "**no**" in card
 
 
+def test_an_adapter_is_pushed_whatever_became_of_its_merge(run: Path, hub: HubServer, push: Push) -> None:
+    verdict: dict[str, Any] = json.loads((run / "verdict.json").read_text())
+    failed = {"name": "merged logits", "figure": "1", "requirement": "0", "passed": False, "fix": "merge again"}
+    (run / "verdict.json").write_text(json.dumps(verdict | {"checks": [*verdict["checks"], failed]}))
+    with pytest.raises(UsageError, match=r"failed checks: merged logits; push the adapter \(--what adapter\)"):
+        upload.push_model(run, "someone/tuned")
+    assert push(run, "someone/tuned", "--what", "adapter").returncode == 0
+    assert "in spite of this" not in arrived(hub, "someone/tuned")["README.md"].decode()
+    verdict["checks"][0]["passed"] = False  # of the training
+    (run / "verdict.json").write_text(json.dumps(verdict))
+    with pytest.raises(UsageError, match="failed checks: "):
+        upload.push_model(run, "someone/tuned", "adapter")
+
+
 def test_a_red_flag_and_a_missing_verdict_are_refused(run: Path) -> None:
     verdict = json.loads((run / "verdict.json").read_text())
     verdict["flags"] = [{"name": "loss", "level": "red", "cause": "it diverged", "evidence": "nan", "knob": ""}]

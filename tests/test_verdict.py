@@ -4,11 +4,15 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import cogumi
+import cogumi.merge
 from cogumi.core.run_directory import append_jsonl, read_json, write_json
 from cogumi.health.flags import (
     BatchStatistics,
@@ -23,9 +27,11 @@ from cogumi.health.flags import (
     red_flags,
 )
 from cogumi.health.verdict import Check, Verdict, judge, safe_to_scale
+from cogumi.merge.logits import LogitCheck
 from cogumi.notebook import panel
 from cogumi.notebook.panel import take_snapshot
 from cogumi.telemetry.status import format_screen, format_sentence, status_of
+from cogumi.training.finish import judge_logits
 
 SFT = RunSettings("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
 DPO = replace(SFT, method="dpo", loss="sigmoid")
@@ -295,16 +301,70 @@ def test_the_headline_names_the_check_that_failed_and_its_fix(tmp_path: Path) ->
 # ---------------------------------------------------------------------------------------------------------------- a real run
 
 
+@pytest.mark.parametrize(
+    ("section", "dtype", "words"),
+    [
+        ({"train": {"learning_rate": 2e-5}}, "auto", "bfloat16 would keep "),
+        ({"train": {"learning_rate": 1e-7}}, "auto", "bfloat16 would keep "),
+        ({"train": {"learning_rate": 2e-5}, "model": {"dtype": "bfloat16"}}, "auto", "bfloat16 would keep "),
+        ({"train": {"learning_rate": 2e-5}, "model": {"dtype": "float32"}}, "auto", ""),
+        ({"train": {"learning_rate": 2e-5}}, "float32", ""),
+    ],
+    ids=["small", "tiny", "trained in bfloat16", "model in float32", "always float32"],
+)
+def test_an_update_that_bfloat16_would_lose_is_merged_in_float32(
+    sft: dict[str, Any], section: dict[str, dict[str, Any]], dtype: str, words: str
+) -> None:
+    for name, values in section.items():
+        sft[name] |= values
+    result = cogumi.train(sft, train__max_steps=4, cogumi__merge=True, cogumi__merge_dtype=dtype)
+    assert result.merged is not None
+    assert [str(check) for check in result.verdict.checks if not check.passed] == []
+    assert read_json(result.merged / "config.json")["dtype"] == "float32"
+    assert {tensor.dtype for tensor in load_file(result.merged / "model.safetensors").values()} == {torch.float32}
+    manifest = read_json(result.merged / "cogumi-merge.json")
+    assert manifest["dtype"] == "float32"
+    assert manifest["delta_retained"] > 0.99
+    log = (result.run_dir / "run.log").read_text()
+    assert ("written in float32 (" in log) is bool(words)
+    assert words in log
+    assert cogumi.merge.check_merged(result.merged, progress=False).elements == manifest["elements"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "equal_tokens", "measured", "mark"),
+    [
+        (0.93, 1.0, 0.2, "warn"),
+        (0.93, 0.9, 0.2, "FAIL"),
+        (0.93, 1.0, 0.3, "FAIL"),
+        (0.65, 1.0, 0.2, "FAIL"),
+        (1.0, 1.0, 0.2, "FAIL"),
+        (1.0, 1.0, 0.05, "pass"),
+    ],
+)
+def test_a_small_loss_without_effect_is_a_warning(
+    tmp_path: Path, kept: float, equal_tokens: float, measured: float, mark: str
+) -> None:
+    write_json(tmp_path / "config.json", {"dtype": "bfloat16"})
+    report: Any = SimpleNamespace(out=tmp_path, delta_retained=kept)
+    check = LogitCheck(measured, 0.1, 1.0, 1.0, None, equal_tokens)  # bound 0.1; the adapter moved the logits by 1
+    judged = judge_logits(check, "the live adapter's", report, "cogumi merge A OUT")[1]
+    assert (str(judged)[:4], judged.passed) == (mark, mark != "FAIL")
+    assert ("cogumi merge A OUT" in judged.fix) is (mark != "pass")
+    assert ("--dtype float32" in judged.fix) is (kept < 0.98)
+
+
 def test_an_update_that_rounding_loses_is_told_beside_the_rounding(sft: dict[str, Any]) -> None:
+    sft["cogumi"]["merge_dtype"] = "base"
     result = cogumi.train(sft, train__learning_rate=1e-7, train__max_steps=4, cogumi__merge=True)
     failed = [check for check in result.verdict.checks if not check.passed]
     assert [check.name for check in failed] == ["merged differs from the base"]
     fix = failed[0].fix
-    kept = re.match(r"the update is small: bfloat16 kept (\d+)% of it and rounded the rest away; ", fix)
+    kept = re.search(r" OUT --dtype float32 \(bfloat16 kept (\d+)% of the update and rounded the rest away; ", fix)
     assert kept, fix
     assert int(kept[1]) < 50
-    assert "raise train.learning_rate, or merge again: cogumi merge " in fix
-    assert fix.endswith(" OUT --dtype float32")
+    assert fix.startswith("merge again: cogumi merge ")
+    assert "raise train.learning_rate" in fix
     assert f"FAIL {failed[0].name}: {fix}" in format_sentence(status_of(result.run_dir))
 
 

@@ -127,7 +127,10 @@ def merge(
     base_mode: Annotated[
         Literal["full", "dequant"], Option(help="dequant: into the decoded weights of a quantized base.")
     ] = "full",
-    dtype: Annotated[Literal["keep", "bfloat16", "float16", "float32"], Option(help="Of what is written.")] = "keep",
+    dtype: Annotated[
+        Literal["auto", "keep", "bfloat16", "float16", "float32"],
+        Option(help="Of what is written. auto: the base's, or float32 where that would round 2 % of the update away."),
+    ] = "auto",
     verify: Annotated[
         Literal["elements", "logits"], Option(help="logits: also run both models, one at a time in memory.")
     ] = "elements",
@@ -226,7 +229,7 @@ def inspect(
 def export(
     source: Annotated[Path, Argument(help="A run with a merged model, or a merged directory.")],
     out: Annotated[Path, Argument(help="A directory that does not exist yet.")],
-    quant: Annotated[str, Option(help="q8_0, q4_k_m (takes llama-quantize), f16 or bf16.")] = "q8_0",
+    quant: Annotated[str, Option(help="q8_0, q4_k_m (takes llama-quantize), f32, f16 or bf16.")] = "q8_0",
     as_json: AsJson = False,
 ) -> None:
     """Write a merged model as GGUF with an Ollama Modelfile, by llama.cpp's tools, and check the file."""

@@ -259,6 +259,8 @@ class CogumiSection(Section):
     merge_base: str | None = None
     """The full-precision model to merge into, a directory or hub id, where `model.name` is quantized on disk. By default
     it is found by the name of the quantized one."""
+    merge_dtype: Literal["auto", "base", "float32"] = "auto"
+    """Of the merged model. auto: the base's; float32 where that loses over 2 % of the update, or `model.dtype` is float32."""
     base_mode: Literal["full", "dequant"] = "full"
     """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
 
@@ -295,6 +297,14 @@ class RunConfig(Section):
     def run_dir(self) -> Path:
         assert self.cogumi.run_dir is not None  # load_config fills it in
         return self.cogumi.run_dir
+
+    @property
+    def merge_dtype(self) -> str:
+        """The dtype as `merge_adapter` takes it."""
+        options = self.cogumi
+        if options.tuning == "full" or options.merge_dtype == "base":
+            return "keep"
+        return "float32" if self.model.dtype == "float32" else options.merge_dtype
 
     def setting(self, key: str) -> Any:
         """Return a key of `train:`, or TRL's default of it."""

@@ -100,6 +100,12 @@ def read_json(path: Path) -> Any:
         raise UsageError(f"it holds no JSON ({error})", place=path, fix="put it back as it was, or remove it") from None
 
 
+def failed_check_names(run: Path, of_merge: bool = True) -> list[str]:
+    """Return the checks that a run's verdict failed. of_merge: also those of its merge."""
+    names = [check["name"] for check in read_json(run / "verdict.json")["checks"] if not check["passed"]]
+    return [name for name in names if of_merge or not name.startswith("merge")]
+
+
 def write_section(path: Path, name: str, value: Any) -> None:
     """Set one section of a JSON object in a file, which only the run's main thread writes."""
     write_json(path, {**(read_json(path) if path.exists() else {}), name: value})

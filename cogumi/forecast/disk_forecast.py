@@ -145,12 +145,13 @@ def tokenizer_bytes(tokenizer: Any) -> int:
         return bytes_of(Path(scratch))
 
 
-def merged_bytes(config: Any) -> int:
+def merged_bytes(config: Any, merge_dtype: str = "keep") -> int:
     """Return the bytes of the merged model's safetensors files: every weight once, in the dtype that the config names.
 
-    They follow from the config: the base on disk may be quantized to 4 bits, and what is merged is not.
+    They follow from the config: the base on disk may be quantized to 4 bits, and what is merged is not. merge_dtype: "float32"
+    converts; "auto" does if there is room, and is no reason to refuse a run.
     """
-    dtype = config.dtype or torch.float32
+    dtype = "float32" if merge_dtype == "float32" else config.dtype or torch.float32
     stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tensors = without_aliases(meta_model(config, named_class(config)).state_dict(keep_vars=True))
     return safetensors_bytes({name: t.to(stored) if t.is_floating_point() else t for name, t in tensors.items()})
@@ -199,13 +200,14 @@ def forecast_trainer(
     keep: int,
     adapter_into: Path | None = None,
     merged_into: Path | None = None,
+    merge_dtype: str = "keep",
     more: Iterable[Need] = (),
     notes: Iterable[str] = (),
 ) -> DiskForecast:
     """Forecast what a protected trainer's run needs of its disks from now on. Changes nothing.
 
-    keep: how many checkpoints `protect` keeps. adapter_into, merged_into: where those will be written, if they will. more,
-    notes: other needs and notes. Raises OSError for a disk that does not answer.
+    keep: how many checkpoints `protect` keeps. adapter_into, merged_into: where those will be written, if they will. merge_dtype:
+    of `merged_bytes`. more, notes: other needs and notes. Raises OSError for a disk that does not answer.
     """
     args, checkpoint = trainer.args, checkpoint_bytes(trainer)
     directory = Path(args.output_dir)
@@ -223,7 +225,7 @@ def forecast_trainer(
         config = trainer.model.config
         if config.name_or_path:  # a merge keeps the dtype on disk; a loaded model's config has the one it was loaded in
             config = AutoConfig.from_pretrained(config.name_or_path, revision=commit_of(config))
-        size = merged_bytes(config) + tokenizer_bytes(trainer.processing_class)
+        size = merged_bytes(config, merge_dtype) + tokenizer_bytes(trainer.processing_class)
         needs.append(Need(MERGED, merged_into, 0, size))
     notes = (*(() if saves_regularly else (NO_SAVES,)), *notes)
     return DiskForecast(checkpoint.total, keep, held, saves, tuple(group_needs(needs)), notes)
@@ -291,6 +293,7 @@ def forecast_disks(run: RunConfig) -> DiskForecast:
         keep=keep_limit(trainer.args.save_total_limit) or DEFAULT_KEEP,
         adapter_into=None if train_all or adapter.exists() else adapter,
         merged_into=merged if (run.cogumi.merge or train_all) and not merged.exists() else None,
+        merge_dtype=run.merge_dtype,
         more=downloads,
         notes=(*notes, *unknown),
     )

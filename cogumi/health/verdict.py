@@ -115,20 +115,22 @@ def judge_reward(run: RunHistory) -> tuple[Scale, str]:
 
 @dataclass(frozen=True)
 class Check:
-    """One requirement and the figure that met or missed it. fix: what to do if it was missed, else ""."""
+    """One requirement and its figure. fix: what to do if it was missed, else "". warning: passed, but the fix is useful."""
 
     name: str
     figure: str
     requirement: str
     passed: bool
     fix: str = ""
+    warning: bool = False
 
     def __post_init__(self) -> None:
-        if self.passed:  # callers may pass a fix in any case
+        if self.passed and not self.warning:  # callers may pass a fix in any case
             object.__setattr__(self, "fix", "")
 
     def __str__(self) -> str:
-        line = f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.figure} (required: {self.requirement})"
+        mark = "FAIL" if not self.passed else "warn" if self.warning else "pass"
+        line = f"{mark}  {self.name}: {self.figure} (required: {self.requirement})"
         return f"{line}; {self.fix}" if self.fix else line
 
 

@@ -20,7 +20,7 @@ from cogumi.core.durability import blake3_file
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes, one_line
 from cogumi.core.redact import redact_text
-from cogumi.core.run_directory import DECISIONS, read_json, read_section
+from cogumi.core.run_directory import DECISIONS, failed_check_names, read_json, read_section
 from cogumi.hub.downloads import status_of
 
 CARD = "README.md"
@@ -60,8 +60,11 @@ def push_model(source: Path, name: str, what: str | None = None, private: bool =
     or no verdict. Raises UsageError, with nothing uploaded, for such a run, without such a model, or if the hub refuses.
     """
     run, directory, kind = find_model(source, what)
-    if run is not None and not anyway and (wrong := why_not(run)):
-        raise UsageError(wrong, place=run, fix="train again, or push it --anyway: the card says so")
+    if run is not None and not anyway and (wrong := why_not(run, kind)):
+        fix = "train again, or push it --anyway: the card says so"
+        if kind == "merged" and not why_not(run, "adapter"):
+            fix = "push the adapter (--what adapter), or mend the merge (cogumi status has the command)"
+        raise UsageError(wrong, place=run, fix=fix)
     if hf.get_token() is None:
         fix = "hf auth login, or set HF_TOKEN to a token that may write"
         raise UsageError("there is no token for the hub", fix=fix)
@@ -100,12 +103,12 @@ def find_model(source: Path, what: str | None) -> tuple[Path | None, Path, str]:
     raise UsageError(f"there is no {noun} there", place=source, fix=fix)
 
 
-def why_not(run: Path) -> str:
-    """Why a run's model is not for others: "" where every check passed and no flag is red."""
+def why_not(run: Path, kind: str) -> str:
+    """Why a run's "merged" or "adapter" is not for others: "" where every check of it passed and no flag is red."""
     if not (run / "verdict.json").exists():
         return "the run has no verdict"
     verdict = read_json(run / "verdict.json")
-    wrong = [check["name"] for check in verdict["checks"] if not check["passed"]]
+    wrong = failed_check_names(run, of_merge=kind == "merged")
     red = [flag["name"] for flag in verdict["flags"] if flag["level"] == "red"]
     reasons = {"failed checks": wrong, "red flags": red}
     return "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items() if names)
@@ -170,15 +173,16 @@ def write_card(title: str, directory: Path, kind: str, run: Path | None) -> str:
     if run is not None:
         shown = {name: without_places(value) for name, value in config.items() if name in SECTIONS}
         text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
-        parts += [describe_verdict(run), *describe_certificate(directory), f"## Configuration\n\n```yaml\n{text}```"]
+        parts += [describe_verdict(run, kind), *describe_certificate(directory)]
+        parts.append(f"## Configuration\n\n```yaml\n{text}```")
     parts.append("What the model is good for beyond these figures was not measured.")
     return redact_text(f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
 
-def describe_verdict(run: Path) -> str:
+def describe_verdict(run: Path, kind: str) -> str:
     """The checks of a run as a table, below what speaks against its model."""
     lines = ["## Verdict", ""]
-    if wrong := why_not(run):
+    if wrong := why_not(run, kind):
         lines += [f"**Uploaded in spite of this: {wrong}.**", ""]
     if (run / "verdict.json").exists():
         lines += ["| check | figure | required | passed |", "|---|---|---|---|"]

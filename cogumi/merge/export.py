@@ -9,6 +9,7 @@ one (ollama#6823), which the Modelfile says.
 
 import errno
 import importlib.util
+import logging
 import os
 import re
 import shlex
@@ -26,14 +27,16 @@ from cogumi.core.disk_space import try_allocate
 from cogumi.core.durability import NO_SPACE, sync_path, write_synced
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes, last_line, one_line
+from cogumi.core.run_directory import failed_check_names
 from cogumi.core.safetensors_file import element_count, read_shard
 from cogumi.data.fim import PSM, SPM, detect_fim_tokens
 from cogumi.merge.adapter_files import read_json
 from cogumi.merge.gguf_check import GgufCheck, check_tensors
 from cogumi.merge.output_directory import check_target, partial_directory
 
-# Bits of an element of a large tensor. The converter writes the first three itself.
-CONVERTED = {"bf16": 16.0, "f16": 16.0, "q8_0": 8.5}
+log = logging.getLogger(__name__)
+# Bits of an element of a large tensor. The converter writes the first four itself.
+CONVERTED = {"f32": 32.0, "bf16": 16.0, "f16": 16.0, "q8_0": 8.5}
 QUANTIZED = {"q4_k_m": 4.9}
 SCRIPT, QUANTIZER, MODELFILE = "convert_hf_to_gguf.py", "llama-quantize", "Modelfile"
 SMALL_BYTES = 16 << 20  # a vocabulary of 250,000 tokens with its merges
@@ -72,7 +75,8 @@ class ExportReport:
 def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
     """Write `out`, a new directory, with the model of a run or of a merged directory as GGUF, and its Modelfile.
 
-    quant: "bf16", "f16", "q8_0" (written by the converter) or "q4_k_m" (by llama-quantize, from bf16).
+    quant: "f32", "bf16", "f16", "q8_0" (written by the converter) or "q4_k_m" (by llama-quantize, from bf16, or from f32 where
+    the model is stored in float32).
 
     Raises UsageError when there is no merged model, a tool of llama.cpp is missing or fails, or `out` exists. Raises
     DiskFull, a UsageError, when the disk is too small. Raises MergeError when the GGUF file differs from the model.
@@ -85,6 +89,7 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
     merged = find_merged(source)
     check_target(out)
     converter, quantizer = find_tools(quant)
+    warn_of_loss(merged, quant)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(merged)
     except (OSError, ValueError) as error:
@@ -92,8 +97,9 @@ def export_model(source: Path, out: Path, quant: str = "q8_0") -> ExportReport:
         raise UsageError(message, place=merged, fix="copy the tokenizer's files into it") from None
     with partial_directory(out, {}, needed_bytes(merged, quant)) as partial:
         gguf = partial / f"{out.name}-{quant}.gguf"
-        written = gguf if quantizer is None else partial / "bf16.gguf"
-        convert(converter, merged, written, quant if quantizer is None else "bf16", lacks_predicting_blocks(merged))
+        outtype = quant if quantizer is None else wide_type(merged)
+        written = gguf if quantizer is None else partial / f"{outtype}.gguf"
+        convert(converter, merged, written, outtype, lacks_predicting_blocks(merged))
         if quantizer is not None:
             command = [quantizer, str(written), str(gguf), quant.upper()]
             run_tool(command, gguf, "use --quant q8_0, which the converter writes")
@@ -115,6 +121,22 @@ def find_merged(source: Path) -> Path:
     adapter = next((place for place in places if (place / "adapter_config.json").is_file()), None)
     fix = "name a run, or a merged directory" if adapter is None else f"cogumi merge {adapter} OUT, then export OUT"
     raise UsageError("there is no merged model there", place=source, fix=fix)
+
+
+def wide_type(merged: Path) -> str:
+    """Return the type that a quantized file is made from: f32 for a model stored in float32, where bf16 would round twice."""
+    spans = (span for path in merged.glob("*.safetensors") for span in read_shard(path).spans)
+    return "f32" if max(spans, key=lambda span: element_count(span.shape)).dtype == "F32" else "bf16"
+
+
+def warn_of_loss(merged: Path, quant: str) -> None:
+    """Warn of a merge whose checks failed, and of a bf16 file of a model in float32."""
+    if (merged.absolute().parent / "verdict.json").is_file():
+        failed = [name for name in failed_check_names(merged.absolute().parent) if name.startswith("merge")]
+        if failed:
+            log.warning("%s failed: %s. cogumi status names what mends the merge", merged, ", ".join(failed))
+    if quant == "bf16" and wide_type(merged) == "f32":
+        log.warning("--quant bf16 may round a small update away: the model is stored in float32. Use f32, f16 or q8_0")
 
 
 def find_tools(quant: str) -> tuple[list[str], str | None]:
@@ -158,7 +180,7 @@ def find_quantizer() -> str | None:
 def needed_bytes(merged: Path, quant: str) -> int:
     """Return the bytes of the file, and of bf16 on the way to a quantized one."""
     spans = (span for path in merged.glob("*.safetensors") for span in read_shard(path).spans)
-    bits = CONVERTED.get(quant) or QUANTIZED[quant] + CONVERTED["bf16"]
+    bits = CONVERTED.get(quant) or QUANTIZED[quant] + CONVERTED[wide_type(merged)]
     return int(sum(element_count(span.shape) for span in spans) * bits / 8) + SMALL_BYTES
 
 

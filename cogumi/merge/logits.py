@@ -81,7 +81,7 @@ class LogitCheck:
     """Rms distances between logits, over positions and vocabulary: from live to merged, from the base to live and to merged.
 
     bound: largest `measured`. scale_bound: largest |base_distance / live_distance - 1|, or None where live_distance is
-    below `bound`, so that the update's scale cannot be seen.
+    below `bound`, so that the update's scale cannot be seen. same_tokens: share of equal next tokens.
     """
 
     measured: float
@@ -89,6 +89,7 @@ class LogitCheck:
     live_distance: float
     base_distance: float
     scale_bound: float | None
+    same_tokens: float = 1.0
 
     @property
     def passed(self) -> bool:
@@ -196,7 +197,9 @@ def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept:
     # A difference at right angles to the movement lengthens it by half its square.
     lost = 0.0 if kept is None else max(0.0, 1 - kept)
     scale_bound = SCALE_ERROR + lost + (measured / moved) ** 2 / 2 if moved > bound else None
-    return LogitCheck(measured, bound, moved, rms(logits, reference.base), scale_bound)
+    size = min(live.shape[-1], logits.shape[-1])
+    same = (live[..., :size].argmax(-1) == logits[..., :size].argmax(-1)).double().mean().item()
+    return LogitCheck(measured, bound, moved, rms(logits, reference.base), scale_bound, same)
 
 
 def rounding_bound(model: Any, logits: torch.Tensor, other: torch.dtype, stored: torch.dtype) -> float:

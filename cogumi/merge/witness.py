@@ -134,7 +134,9 @@ def check_witness(adapter: Adapter, base: Base, merged: Path, kept: float | None
     if witness is None:
         return None
     reference, facts = witness
-    loader = replace(loader_of([adapter.directory], merged), dtype=reference.dtype)
+    loader = loader_of([adapter.directory], merged)
+    if loader.dtype != torch.float32 or measure_directory(base.path)[1] == torch.float32:
+        loader = replace(loader, dtype=reference.dtype)  # else merged in float32, for what 16 bits would round away
     start, moved = reference.base, rms(reference.live, reference.base)
     quantized = facts["quantized"] or base.trained_on  # in memory, or on the disk
     if quantized:

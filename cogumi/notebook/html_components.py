@@ -150,6 +150,7 @@ def checks(verdict_checks: Iterable[Mapping[str, Any]]) -> str:
     rows = []
     for check in sorted(verdict_checks, key=lambda check: bool(check["passed"])):
         state = level("green", "pass") if check["passed"] else level("red", "FAIL")
+        state = level("yellow", "warn") if check["passed"] and check.get("warning") else state
         figure = "; ".join(filter(None, (check["figure"], check.get("fix"))))
         rows.append([state, escape_text(check["name"]), escape_text(figure), escape_text(check["requirement"])])
     return table(["", "check", "figure", "required"], rows)

@@ -304,6 +304,7 @@ def log_disk_forecast(run: RunConfig, trainer: Any) -> None:
         keep=trainer.cogumi_protection.saver.keep,
         adapter_into=None if is_full else run.run_dir / "adapter",
         merged_into=run.run_dir / "merged" if run.cogumi.merge or is_full else None,
+        merge_dtype=run.merge_dtype,
     )
     write_section(run.run_dir / FORECAST, "disks", {"fits": forecast.fits, "lines": forecast.lines})
     for line in forecast.lines:
