@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness import Row, mean_row, quiet, row
-from cogumi.methods.preview import compare_models
+from cogumi.config.schema import load_config
+from cogumi.evaluation.comparison import compare_models
 from cogumi.runs.entry import train
 
 SEEDS = (1, 2, 3, 4, 5)
@@ -31,9 +32,10 @@ def run(quick: bool = False) -> Iterator[Row]:
             start = {"model__name": str(sft.merged), "cogumi__run_dir": Path(folder, "gspo")}
             gspo = train("smoke/chat-gspo", train__seed=seed, **start, **steps["gspo"])
             models = {"base": "cogumi:small-base", "SFT": str(sft.merged), "GSPO": str(gspo.merged)}
-            result = compare_models(models, "smoke/chat-gspo", ROWS)
+            result = compare_models(models, load_config("smoke/chat-gspo", model__name=str(sft.merged)), ROWS)
         for name in models:
-            exact[name].append(result.exact(name))
+            exact[name].append(result.mean("exact_answer", name))
+        assert result.answers is not None
         right.append(sum(result.written["GSPO"][each].strip() == result.answers[each] for each in result.shown(5)))
     for name, shares in exact.items():
         yield mean_row("stages", name, "exactly right", shares)

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -290,19 +291,23 @@ def check_gspo(report: Report, models: dict[str, str]) -> None:
 
 def compare(report: Report, models: dict[str, str]) -> None:
     """Compare greedy completions of held-out prompts: after each stage more must be exactly right."""
+    from cogumi.config.schema import load_config
     from cogumi.data.stdlib_sample import careless_answer
-    from cogumi.methods.preview import compare_models
+    from cogumi.evaluation.comparison import compare_models
+    from cogumi.rewards.functions import exact_answer
 
-    comparison = compare_models(models, GSPO, COMPARED_PROMPTS)
-    careless = replace(comparison, answers=[careless_answer(prompt) for prompt in comparison.prompts])
-    report.exact = {name: comparison.exact(name) for name in models}
-    report.careless = {name: careless.exact(name) for name in models}
-    report.similarity = {name: comparison.similarity(name) for name in models}
+    run = load_config(GSPO, model__name=models["SFT"])
+    comparison = compare_models(models, run, COMPARED_PROMPTS, ["exact_answer", "answer_similarity"])
+    careless = [careless_answer(prompt) for prompt in comparison.prompts]
+    report.exact = {name: comparison.mean("exact_answer", name) for name in models}
+    report.careless = {name: fmean(exact_answer(comparison.written[name], careless)) for name in models}
+    report.similarity = {name: comparison.mean("answer_similarity", name) for name in models}
+    assert comparison.answers is not None
     for before, after in pairwise(models):
-        figure = (
-            f"{report.exact[before]:.1%} -> {report.exact[after]:.1%} of {len(comparison.prompts)} held-out prompts"
-        )
-        passed = report.quick or report.exact[after] > report.exact[before]  # too few steps of the quick run to judge
+        pair = comparison.paired("exact_answer", before, after)
+        figure = f"{report.exact[before]:.1%} -> {report.exact[after]:.1%} of {pair.rows} held-out prompts"
+        figure += f" (95 % interval {pair.low:+.1%} to {pair.high:+.1%})"
+        passed = report.quick or pair.mean > 0  # too few steps of the quick run to judge
         report.add("compare", f"more exactly right after {after}", figure, passed)
     for i in comparison.shown(SHOWN_PROMPTS):
         texts = {name: comparison.written[name][i] for name in models}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from finished_runs import (  # noqa: F401
     _modules_are_not_collected,
+    finished_chat,
     finished_dpo,
     finished_gspo,
     finished_qlora,

@@ -1,7 +1,7 @@
 """Runs that came to their end, each trained once a session for all workers, for tests that only read what a run leaves.
 
-`finished_sft`, `finished_dpo`, `finished_gspo` and `finished_qlora` are shared and compared at the end of a session with what
-they were: a test that changes a run copies its directory.
+`finished_sft`, `finished_chat`, `finished_dpo`, `finished_gspo` and `finished_qlora` are shared and compared at the end of a
+session with what they were: a test that changes a run copies its directory.
 """
 
 import gc
@@ -11,12 +11,18 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from builders import run_config
 from filelock import FileLock
 from qlora_runs import qlora
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from cogumi.core.run_directory import append_jsonl
 
 HUB_TOKEN = "hf_" + "s3cret" * 6  # in the configuration of the SFT run, for tests of what hides it
 
@@ -115,6 +121,29 @@ def finished_sft(train_once: Any, tiny_model: Path, code_parquet: Path) -> Finis
     }
     config = small(tiny_model, code_parquet, train, method="sft", samples_every=3, price_per_hour=7200.0)
     return train_once("sft", tiny_model, config)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def finished_chat(train_once: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Forty steps on questions and answers with a template, in float32: then adapter and merged model compute the same.
+    The base's random weights are large enough for an adapter to learn to write words."""
+    home = tmp_path_factory.mktemp("chat")
+    config = AutoConfig.from_pretrained(tiny_model, initializer_range=0.3, dtype=torch.float32)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(home / "base")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(home / "base")
+    for one, other in product("abcdef", "uvwxyz"):
+        prompt = [{"role": "user", "content": f"add {one} to {other}"}]
+        completion = [{"role": "assistant", "content": f"return {other} + {one}; done"}]
+        append_jsonl(home / "rows.jsonl", {"prompt": prompt, "completion": completion})
+    values = run_config(
+        "sft", home / "base", home / "rows.jsonl", "run", lora={"r": 16},
+        data_section={"format": "prompt_completion", "eval_rows": 4},
+        train={"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "save_strategy": "no",
+               "chat_template_path": "cogumi:tulu"},
+        cogumi={"merge": True, "compile": "off", "stop": ["; done"]},
+    )  # fmt: skip
+    return train_once("chat", home / "base", values)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="session")

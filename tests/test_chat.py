@@ -7,52 +7,28 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import run_config
 from chat_tokenizers import chat_tokenizer
 from finished_runs import FinishedRun
 from golden import Golden
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cogumi
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import append_jsonl, read_jsonl, this_process, write_json
+from cogumi.core.run_directory import read_jsonl, this_process, write_json
 from cogumi.data.fim import PSM, detect_fim_tokens
+from cogumi.evaluation.saved_models import LoadedModels, read_setup
 from cogumi.models.quantization import quantized_layers
 from cogumi.notebook import chat as chats
-from cogumi.notebook.chat import FILL, Answer, Chat, ChatPanel, LoadedModels, open_chat, read_setup, template_of
+from cogumi.notebook.chat import FILL, Answer, Chat, ChatPanel, open_chat, template_of
 
 QUESTION = "add d to w"
 COLUMNS = ("base", "adapter", "merged")
 CommandLine = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="session")
-def finished_chat(train_once: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Forty steps on questions and answers with a template, in float32: then adapter and merged model compute the same.
-    The base's random weights are large enough for an adapter to learn to write words."""
-    home = tmp_path_factory.mktemp("chat")
-    config = AutoConfig.from_pretrained(tiny_model, initializer_range=0.3, dtype=torch.float32)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(home / "base")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(home / "base")
-    for one, other in product("abcdef", "uvwxyz"):
-        prompt = [{"role": "user", "content": f"add {one} to {other}"}]
-        completion = [{"role": "assistant", "content": f"return {other} + {one}; done"}]
-        append_jsonl(home / "rows.jsonl", {"prompt": prompt, "completion": completion})
-    values = run_config(
-        "sft", home / "base", home / "rows.jsonl", "run", lora={"r": 16},
-        data_section={"format": "prompt_completion", "eval_rows": 4},
-        train={"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "save_strategy": "no",
-               "chat_template_path": "cogumi:tulu"},
-        cogumi={"merge": True, "compile": "off", "stop": ["; done"]},
-    )  # fmt: skip
-    return train_once("chat", home / "base", values)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,71 @@
-"""Models side by side: the scores by hand, the completions by transformers' own generate, and what is refused."""
+"""Models side by side: the statistics by simulation and by hand, completions by transformers' own generate, refusals."""
 
+import json
+import math
 import re
+from collections.abc import Callable
 from html import unescape
+from pathlib import Path
 
+import numpy as np
 import pytest
+from builders import edit_tensors
+from finished_runs import FinishedRun
 
+from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
-from cogumi.methods.preview import Comparison, compare_models
+from cogumi.core.run_directory import read_jsonl
+from cogumi.evaluation.comparison import Comparison, compare_models
+from cogumi.evaluation.paired import compare_paired, sign_test
+from cogumi.evaluation.saved_models import config_of
 from cogumi.models.loading import load_model, load_tokenizer, read_base
 from cogumi.notebook import completions
 
+CommandLine = Callable[..., tuple[int, str, str]]
+SIMULATIONS = 1000
 
-def test_scores_leave_out_the_white_space_around_a_text() -> None:
-    actual = Comparison(["a", "b"], ["x = 1", "y"], {"m": ["x = 1\n", "yes "]})
-    assert actual.exact("m") == 0.5
-    assert actual.similarity("m") == pytest.approx((1 + 1 / 3) / 2)  # two of three letters are inserted
+
+def exact_scores(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Scores of 0 and 1 of two models on 200 prompts; the second is better by 0.05 in the mean."""
+    chance = generator.random(200)
+    return (chance < 0.3).astype(float), (chance + generator.normal(0, 0.15, 200) < 0.35).astype(float)
+
+
+def skewed_scores(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros(60), generator.gamma(4.0, 0.25, 60).round(1)
+
+
+@pytest.mark.parametrize(("draw", "rows"), [(exact_scores, 200), (skewed_scores, 60)])
+def test_the_interval_covers_the_true_difference_in_95_of_100_simulations(draw: Callable, rows: int) -> None:
+    generator = np.random.default_rng(1)
+    truth = np.mean([np.subtract(*draw(generator)[::-1]).mean() for _ in range(40_000)])
+    pairs = [compare_paired(*draw(generator)) for _ in range(SIMULATIONS)]
+    assert {pair.rows for pair in pairs} == {rows}
+    assert 0.93 <= np.mean([pair.low <= truth <= pair.high for pair in pairs]) <= 0.97
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "p_value"),
+    [(0, 0, 1.0), (3, 0, 0.25), (0, 6, 0.03125), (5, 1, 0.21875), (4, 4, 1.0), (600, 400, 2.7e-10)],
+)
+def test_the_sign_test_is_that_of_the_binomial_distribution(wins: int, losses: int, p_value: float) -> None:
+    assert sign_test(wins, losses) == pytest.approx(p_value, rel=0.02)
+
+
+def test_pairs_are_counted_by_row_and_rows_without_a_score_are_left_out() -> None:
+    pair = compare_paired([0, 1, 0.5, math.nan, 1], [1, 0.5, 0.5, 1, math.nan])
+    assert (pair.rows, pair.wins, pair.ties, pair.losses) == (3, 1, 1, 1)
+    assert pair.mean == pytest.approx(1 / 6)
+    assert compare_paired([0.1] * 9, [0.1] * 9).verdict == "equal"
+    assert compare_paired([0.0] * 9, [1.0] * 9).verdict == "better"
+    assert compare_paired([1.0] * 9, [0.0] * 9).verdict == "worse"
+    assert compare_paired([0.0, 1.0], [1.0, 0.0]).verdict == "not told apart"
+    assert compare_paired([math.nan], [1.0]).rows == 0
 
 
 def test_the_rows_that_are_shown_are_spread_and_never_chosen_by_what_was_written() -> None:
     def rows(prompts: int, count: int) -> list[int]:
-        return list(Comparison(["?"] * prompts, ["!"] * prompts, {}).shown(count))
+        return list(Comparison(["?"] * prompts, ["!"] * prompts, {}, {}).shown(count))
 
     assert rows(200, 5) == [0, 40, 80, 120, 160]
     assert rows(9, 4) == [0, 2, 4, 6]
@@ -27,21 +73,111 @@ def test_the_rows_that_are_shown_are_spread_and_never_chosen_by_what_was_written
 
 
 def test_a_model_completes_greedily_what_its_chat_template_makes_of_a_prompt() -> None:
-    actual = compare_models({"base": "cogumi:small-base"}, "smoke/chat-gspo", rows=3)
+    """The config's own model is not there: the prompts are rendered as for the model that is compared."""
+    actual = compare_models({"small": "cogumi:small-base"}, load_config("smoke/chat-gspo"), rows=3)
     path = read_base("cogumi:small-base").name
     model, tokenizer = load_model(path), load_tokenizer(path)
-    for asked, written in zip(actual.prompts, actual.written["base"], strict=True):
+    for asked, written in zip(actual.prompts, actual.written["small"], strict=True):
         message = [{"role": "user", "content": asked}]
         ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         out = model.generate(**ids.to(model.device), do_sample=False, max_new_tokens=24)
         assert tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == written
+    exact, similarity = actual.scores["exact_answer"]["small"], actual.scores["answer_similarity"]["small"]
+    assert actual.scores["rewards"]["small"] == pytest.approx(np.add(exact, similarity))
+    assert "below 30 prompts the interval is too narrow" in actual.notes
 
 
-def test_the_table_marks_each_answer_right_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_run_is_better_than_its_base_equal_to_itself_and_better_than_a_damaged_merge(
+    finished_chat: FinishedRun, tmp_path: Path, command_line: CommandLine
+) -> None:
+    run, last = finished_chat.home, "model.layers.1.mlp.down_proj.weight"
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in (run / "merged").iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    edit_tensors(damaged, lambda name, tensor: tensor.roll(1, 0) if name == last else tensor)
+    status, output, beside = command_line("compare", "base", run, run, run / "adapter", damaged, "--json")
+    assert status == 0, beside
+    report = json.loads(output)
+    names = ["base", str(run), f"{run} (3)", str(run / "adapter"), str(damaged)]
+    assert list(report["written"]) == names
+    verdicts = {
+        (pair["before"], pair["after"]): (pair["verdict"], pair["mean"])
+        for pair in report["pairs"]
+        if pair["score"] == "answer_similarity"
+    }
+    assert verdicts[names[0], names[1]][0] == "better"
+    assert verdicts[names[0], names[1]][1] > 0
+    assert verdicts[names[1], names[2]] == ("equal", 0.0)
+    assert verdicts[names[1], names[3]] == ("equal", 0.0)
+    assert verdicts[names[1], names[4]][0] != "equal"
+    # What the run held out, as its samples show it, and no row that it trained on.
+    samples = read_jsonl(run / "samples.jsonl")
+    assert sorted(report["prompts"]) == sorted({sample["prompt"] for sample in samples})
+    assert not any("trained with other data" in note for note in report["notes"])
+
+
+def test_other_held_out_rows_are_noted_and_other_vocabularies_refused(
+    finished_chat: FinishedRun, tmp_path: Path
+) -> None:
+    run = load_config(finished_chat.home / "config.yaml", data__eval_rows=5, cogumi__run_dir=str(tmp_path / "other"))
+    notes = compare_models({"merged": str(finished_chat.home / "merged")}, run).notes
+    assert any(note.startswith("merged was trained with other data or held-out rows") for note in notes)
+    with pytest.raises(UsageError, match="small has another vocabulary than the model whose tokenizer renders"):
+        compare_models({"small": "cogumi:small-base"}, run)
+
+
+def test_a_function_of_the_user_scores_and_its_error_is_one_line(
+    finished_chat: FinishedRun, tmp_path: Path, command_line: CommandLine
+) -> None:
+    scores = tmp_path / "scores.py"
+    scores.write_text(
+        "def length(completions: list[str], answer, **_):\n"
+        "    return [float(len(text)) for text in completions]\n\n"
+        "def broken(completions, **_):\n    return [1 / 0 for _ in completions]\n"
+    )
+    words = ("compare", "base", finished_chat.home, "--rows", 2, "--score")
+    status, output, beside = command_line(*words, f"{scores}:length", "--json")
+    assert status == 0, beside
+    report = json.loads(output)
+    (values,) = report["scores"].values()
+    assert values == {name: [float(len(text)) for text in texts] for name, texts in report["written"].items()}
+    status, output, beside = command_line(*words, f"{scores}:broken")
+    assert (status, output) == (1, "")
+    assert "ZeroDivisionError" in beside.splitlines()[-1]
+
+
+REFUSED = {
+    "base": "base is compared with nothing; name a second model",
+    "base nowhere": "--config: no configuration",
+    "base RUN --score rewards": "--score rewards: the configuration has no cogumi.rewards",
+    "base RUN --score fluency": "no reward 'fluency'",
+    "base RUN --score final_number --config CONFIG": "no rows are held out",
+    "no/where/at RUN": "no model at 'no/where/at'",
+    "EMPTY RUN": "it holds no run, no model (config.json) and no adapter",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_compared_is_refused_in_one_line(
+    words: str, finished_chat: FinishedRun, tmp_path: Path, command_line: CommandLine
+) -> None:
+    values = config_of(finished_chat.home)
+    values["data"]["eval_rows"] = 0
+    (tmp_path / "config.yaml").write_text(json.dumps(values))
+    (tmp_path / "empty").mkdir()
+    places = {"RUN": finished_chat.home, "CONFIG": tmp_path / "config.yaml", "EMPTY": tmp_path / "empty"}
+    status, output, beside = command_line("compare", *(places.get(word, word) for word in words.split()))
+    assert (status, output) == (2, "")
+    assert REFUSED[words] in beside.splitlines()[-1]
+
+
+def test_the_notebooks_table_marks_each_answer_right_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     written = {"SFT": ["b = 1", "a < c"], "GSPO": ["b = 1", "b < c\n"]}
-    actual = Comparison(["Rename a to b:", "the second"], ["b = 1", "b < c"], written)
-    monkeypatch.setattr("cogumi.methods.preview.compare_models", lambda *_: actual)
-    html = completions.compare(dict.fromkeys(written, "anywhere"), "any")._repr_html_()
+    scores = {"exact_answer": {"SFT": [1.0, 0.0], "GSPO": [1.0, 1.0]}}
+    actual = Comparison(["Rename a to b:", "the second"], ["b = 1", "b < c"], written, scores, ("a note",))
+    monkeypatch.setattr("cogumi.evaluation.comparison.compare_models", lambda *_: actual)
+    html = completions.compare(dict.fromkeys(written, "anywhere"), "smoke/chat-gspo")._repr_html_()
     rows = [
         [
             unescape(" ".join(re.sub("<[^>]*>", " ", cell).split()))
@@ -51,15 +187,14 @@ def test_the_table_marks_each_answer_right_or_wrong(monkeypatch: pytest.MonkeyPa
     ]
     assert rows == [
         ["asked", "SFT", "GSPO", "right"],
-        ["exactly right", "50.0%", "100.0%", ""],
-        ["mean edit similarity", "0.90", "1.00", ""],
+        ["exact_answer, mean", "0.500", "1.000", ""],
+        ["exact_answer, difference to SFT (95 % interval)", "", "+0.500 (+0.000 to +1.000), not told apart", ""],
         ["Rename a to b:", "b = 1 right", "b = 1 right", "b = 1"],
         ["the second", "a < c wrong", "b < c right", "b < c"],
     ]
+    assert "2 held-out prompts, of which 2 are shown, evenly spaced; a note" in html
 
 
-def test_rows_without_an_answer_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"data\.source: held-out rows have no column answer or middle; compare"):
-        compare_models({"base": "cogumi:small-base"}, "smoke/chat-sft")
+def test_a_config_that_holds_nothing_out_is_refused() -> None:
     with pytest.raises(UsageError, match="no rows are held out"):
-        compare_models({"base": "cogumi:small-base"}, "smoke/chat-gspo", data__eval_rows=0)
+        compare_models({"base": "cogumi:small-base"}, load_config("smoke/chat-gspo", data__eval_rows=0))

@@ -61,7 +61,8 @@ LOOKS = (
     "run = cogumi.attach('run'); run.dashboard(); run.wait(); run.stop(); assert 'polars' not in sys.modules",
     "from cogumi.notebook import chat, panel; panel.write_report('run')",
     "form = cogumi.configure('smoke/sft'); form.panel.show(); assert not form.problem",
-    "import contextlib, pathlib\nwith contextlib.suppress(cogumi.UsageError): chat.read_setup(pathlib.Path('none'))",
+    "import contextlib, pathlib\nfrom cogumi.evaluation.saved_models import read_setup\n"
+    "with contextlib.suppress(cogumi.UsageError): read_setup(pathlib.Path('none'))",
 )
 
 

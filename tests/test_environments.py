@@ -28,11 +28,11 @@ from cogumi.data.formats import tokenize_for
 from cogumi.environments.episodes import Episodes
 from cogumi.environments.examples import FUNCTIONS, Calculator, CodeCompletion, Repository, evaluate
 from cogumi.environments.loading import SHIPPED, load_task, own_rows
+from cogumi.evaluation.reward_scores import score_file
 from cogumi.forecast.data_sample import prompt_lengths
 from cogumi.health.flags import RunHistory
 from cogumi.methods.gspo import describe_sandbox, read_rewards, task_of, try_task
 from cogumi.methods.preview import split_example
-from cogumi.methods.reward_scores import score_file
 from cogumi.rl.sampling import leave_out_unscored
 from cogumi.sandbox import default_sandbox
 

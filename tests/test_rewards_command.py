@@ -16,7 +16,7 @@ from golden import Golden
 
 from cogumi.config.schema import load_config
 from cogumi.core.run_directory import read_jsonl
-from cogumi.methods.reward_scores import call_reward, drop_cut, last_message, read_completions, score_file
+from cogumi.evaluation.reward_scores import call_reward, drop_cut, last_message, read_completions, score_file
 from cogumi.rewards.distribution import describe_rewards, share_of_equal_groups, weighted_total
 from tests.chat_tokenizers import ask, say
 

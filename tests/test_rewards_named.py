@@ -15,7 +15,7 @@ import torch
 from golden import Golden
 
 from cogumi.core.errors import UsageError
-from cogumi.methods.reward_scores import call_reward
+from cogumi.evaluation.reward_scores import call_reward
 from cogumi.rewards.functions import Completion, answer_similarity, edit_similarity, exact_match, final_number, parses
 from cogumi.rewards.math_answers import math_answer
 from cogumi.rewards.named_rewards import (

@@ -1,4 +1,4 @@
-"""`cogumi start / attach / status / logs / report / chat / wait / stop / checkpoint / pause / reward`: commands about runs."""
+"""Commands about runs: start, attach, status, logs, report, chat, wait, stop, checkpoint, pause, reward, compare."""
 
 import time
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ RunDir = Annotated[Path, Argument(help="The directory of a run, as in runs/NAME.
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (start, attach, status, logs, report, chat, wait, stop, checkpoint, pause, unpause, reward):
+    for command in (start, attach, status, logs, report, chat, wait, stop, checkpoint, pause, unpause, reward, compare):
         app.command()(command)
 
 
@@ -160,10 +160,11 @@ def chat(
     if prompt is not None and not prompt.strip():
         raise UsageError("there is nothing in it", key="--prompt")
     prompt = prompt and prompt.replace("\\n", "\n")
+    from cogumi.evaluation.saved_models import read_setup
     from cogumi.notebook import chat as chats
 
     with show_waiting("loading the libraries"):
-        opened = chats.open_chat(chats.read_setup(directory, only or (), temperature, max_new_tokens))
+        opened = chats.open_chat(read_setup(directory, only or (), temperature, max_new_tokens))
     if prompt is None:
         chats.converse(opened)
         return
@@ -254,14 +255,43 @@ def reward(
     Exit status 1 if none is scored.
     """
     from cogumi.config.schema import read_config
-    from cogumi.methods.reward_scores import score_file
+    from cogumi.evaluation.reward_scores import score_file
     from cogumi.rewards.named_rewards import RewardError
 
-    with show_waiting("scoring"):
-        try:
-            report = score_file(read_config(config, parse_overrides(overrides))[0], completions)
-        except RewardError as error:
-            print_text(f"cogumi: {error}", to_error=True)
-            raise typer.Exit(1) from error
+    with show_waiting("scoring"), failures_in_one_line(RewardError):
+        report = score_file(read_config(config, parse_overrides(overrides))[0], completions)
     print_report(report, as_json)
     raise typer.Exit(0 if report.total.not_scored < report.total.completions else 1)
+
+
+def compare(
+    models: Annotated[
+        list[str], Argument(metavar="MODEL...", help="base, or a run, adapter, model or checkpoint; two or more.")
+    ],
+    config: Annotated[
+        Path | None, Option(help="Whose held-out prompts; by default those of the last run named.")
+    ] = None,
+    rows: Annotated[int, Option(min=1, help="How many held-out prompts, at most.")] = 200,
+    score: Annotated[
+        list[str] | None, Option(help="rewards, a reward's name, or file.py:function; may be repeated.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Complete held-out prompts with several models, and say which is better, with an interval of the difference."""
+    from cogumi.config.schema import load_config
+    from cogumi.rewards.named_rewards import RewardError
+    from cogumi.stack.gpus import use_one_gpu
+
+    if len(models) < 2:
+        raise UsageError(f"{models[0]} is compared with nothing", fix="name a second model, such as base")
+    run_dirs = [model for model in models if is_run(Path(model))]
+    if config is None and not run_dirs:
+        raise UsageError("no configuration, whose held-out prompts are completed", key="--config", fix="name a YAML")
+    run = load_config(config or Path(run_dirs[-1], "config.yaml"))
+    names = [model if model not in models[:at] else f"{model} ({at + 1})" for at, model in enumerate(models)]
+    use_one_gpu()  # before torch is imported
+    with show_waiting("loading the libraries, completing and scoring"), failures_in_one_line(RewardError):
+        from cogumi.evaluation.comparison import compare_models
+
+        comparison = compare_models(dict(zip(names, models, strict=True)), run, rows, score or ())
+    print_report(comparison, as_json)

@@ -122,11 +122,15 @@ def account_for(data: Data) -> Shares:
 
 
 def prepare_examples(
-    run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_config: PretrainedConfig | None = None
+    run: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    base_config: PretrainedConfig | None = None,
+    prompt_rows: int = SAMPLE_ROWS,
 ) -> Examples:
     """Prepare the examples of a run, or find them in the cache. Raises UsageError as the formats and sources do.
 
     base_config: the model's config, by which gspo's prompts are held to the context; None holds them to nothing.
+    prompt_rows: held-out examples that become `prompts`, at most.
     """
     sources = sources_of(run, tokenizer, base_config)
     data, options = run.data, sources[0][1]
@@ -143,7 +147,7 @@ def prepare_examples(
     return Examples(
         prepared.train,
         prepared.held_out,
-        held_out_prompts(prepared.held_out.dataset, options, tokenizer) if prepared.held_out else None,
+        held_out_prompts(prepared.held_out.dataset, options, tokenizer, prompt_rows) if prepared.held_out else None,
         prepared.key,
         prepared.split,
         options.today,
@@ -310,9 +314,11 @@ def describe_empty_thoughts(run: RunConfig, examples: Examples) -> str:
 # ----------------------------------------------------------------------------------------------- prompts, and rows of ids
 
 
-def held_out_prompts(held_out: Dataset, options: FormatOptions, tokenizer: PreTrainedTokenizerBase) -> Dataset | None:
-    """Make prompts of the first held-out examples, with their answers, for samples.jsonl."""
-    rows = held_out.select(range(min(SAMPLE_ROWS, len(held_out))))
+def held_out_prompts(
+    held_out: Dataset, options: FormatOptions, tokenizer: PreTrainedTokenizerBase, count: int
+) -> Dataset | None:
+    """Make prompts of the first `count` held-out examples, with their answers."""
+    rows = held_out.select(range(min(count, len(held_out))))
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))

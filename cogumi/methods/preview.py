@@ -1,18 +1,15 @@
-"""Preview of the training examples (`cogumi preview`), and comparison of models on held-out prompts.
+"""Preview of the training examples (`cogumi preview`).
 
 Nothing is trained and no run directory is made; the prepared data stays in its cache, where the run finds it.
 """
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from statistics import fmean
 from typing import Any
 
-from cogumi.config.schema import RunConfig, load_config
-from cogumi.core.errors import UsageError
+from cogumi.config.schema import RunConfig
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
 from cogumi.data.literal import LiteralText
@@ -20,9 +17,6 @@ from cogumi.data.rows import RECORD_COLUMN, describe_value
 from cogumi.methods.examples import Shares, account_for, describe_unused, prepare_examples, render_prompts
 from cogumi.methods.gspo import task_of
 from cogumi.methods.preparation import load_run_tokenizer, prepare_base
-from cogumi.models.completion import complete_with_ends
-from cogumi.models.loading import load_model, load_tokenizer, read_base
-from cogumi.rewards.functions import answer_similarity, exact_answer
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +24,6 @@ log = logging.getLogger(__name__)
 MARKS = {"context": ("", ""), "learned": ("«", "»"), "rejected": ("‹", "›")}
 CONTROL = ("⟦", "⟧")  # around a control token; the same spelling without them is text
 BARS, BAR_WIDTH = 12, 40
-BATCH = 50  # prompts that a comparison completes at once
-ANSWERS = ("answer", "middle")
 
 
 @dataclass(frozen=True)
@@ -123,59 +115,3 @@ def show_controls(ids: Sequence[int], tokenizer: Any) -> str:
         for is_control, run in runs
     ]
     return "".join(pieces)
-
-
-# ----------------------------------------------------------------------------------------------------------- comparison
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """prompts: what is asked, without the chat template; answers: what would be right; written: greedy completions by name."""
-
-    prompts: list[str]
-    answers: list[str]
-    written: dict[str, list[str]]
-
-    def exact(self, name: str) -> float:
-        """Return the share of completions that equal the answer, as the reward `exact_answer` has it."""
-        return fmean(exact_answer(self.written[name], self.answers))
-
-    def similarity(self, name: str) -> float:
-        """Return the mean of the reward `answer_similarity`, in 0..1."""
-        return fmean(answer_similarity(self.written[name], self.answers))
-
-    def shown(self, count: int) -> range:
-        """Return the rows to show, whatever was answered: evenly spaced, as neighbours are often of one source file."""
-        return range(0, len(self.prompts), max(1, len(self.prompts) // count))[:count]
-
-
-def compare_models(
-    models: Mapping[str, str], config: str | os.PathLike[str] | Mapping[str, Any], rows: int = 200, **overrides: Any
-) -> Comparison:
-    """Complete the first `rows` held-out prompts of a GSPO config with each model, greedily, on this machine.
-
-    models: directories or hub ids by the name they get in the result. The prompts are rendered as for the last of them.
-    Raises UsageError where the config holds out no rows, or where these have no column that would be the answer.
-    """
-    run = load_config(config, **overrides)
-    bases = {name: read_base(item) for name, item in models.items()}
-    tokenizer = load_tokenizer([*bases.values()][-1])
-    held_out = prepare_examples(run, tokenizer).held_out
-    if held_out is None:
-        raise UsageError("no rows are held out", key="data.eval_rows", fix="set it to 100 or more")
-    examples = held_out.dataset.select(range(min(rows, len(held_out.dataset))))
-    column = next((item for item in ANSWERS if item in examples.column_names), None)
-    if column is None:
-        message = f"held-out rows have no column {' or '.join(ANSWERS)}"
-        raise UsageError(message, key="data.source", fix="compare on data with a known answer")
-    prompts = [item if isinstance(item, str) else item[-1]["content"] for item in examples["prompt"]]
-    _, ids = render_prompts(list(examples["prompt"]), tokenizer, run.cogumi.thinking)
-    longest, written = run.train["max_completion_length"], {}
-    for name, base in bases.items():
-        model, completions = load_model(base), []
-        log.info("%s completes %s prompts", base.name, len(ids))
-        for first in range(0, len(ids), BATCH):
-            batch = ids[first : first + BATCH]
-            completions += complete_with_ends(model, tokenizer, batch, longest, run.cogumi.stop)
-        written[name] = [text for text, _ in completions]
-    return Comparison(prompts, list(examples[column]), written)

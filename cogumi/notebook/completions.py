@@ -107,25 +107,28 @@ def render_right_answer(sample: Mapping[str, Any]) -> str:
 def compare(
     models: Mapping[str, str], config: RunDir | Mapping[str, Any], rows: int = 200, shown: int = 5
 ) -> HtmlFigure:
-    """Answers of several models to the first `rows` held-out prompts of a GSPO config: how many are right, and a few.
+    """Answers of several models to the first `rows` held-out prompts of a config: their scores, and a few answers.
 
-    models: directories or hub ids by name, such as base, SFT and GSPO. Greedy completions, made now on this machine. The
-    `shown` prompts are listed, evenly spaced, whatever was answered. Raises UsageError as `cogumi.methods.preview` does.
+    models: by name, as `cogumi compare` takes them, such as base, SFT and GSPO. Greedy completions, made now on this
+    machine. Scores are means; the last lines are differences to the first model. The `shown` prompts are listed, evenly
+    spaced, whatever was answered. Raises UsageError as `cogumi.evaluation.comparison` does.
     """
-    from cogumi.methods.preview import compare_models  # imports torch
+    from cogumi.config.schema import load_config
+    from cogumi.evaluation.comparison import compare_models  # imports torch
 
-    def render_answer(text: str, answer: str) -> str:
-        mark = level("green", "right") if text.strip() == answer.strip() else level("red", "wrong")
-        return render_completion(text) + mark
-
-    comparison = compare_models(models, config, rows)
-    lines = [
-        ["exactly right", *(f"{comparison.exact(name):.1%}" for name in models), ""],
-        ["mean edit similarity", *(f"{comparison.similarity(name):.2f}" for name in models), ""],
-    ]
+    comparison = compare_models(models, load_config(config), rows)
+    lines, answers = [], comparison.answers
+    first, *others = models
+    for score in comparison.scores:
+        lines.append([f"{score}, mean", *(f"{comparison.mean(score, name):.3f}" for name in models), ""])
+        pairs = [comparison.paired(score, first, name) for name in others]
+        cells = [f"{pair.mean:+.3f} ({pair.low:+.3f} to {pair.high:+.3f}), {pair.verdict}" for pair in pairs]
+        lines.append([escape_text(f"{score}, difference to {first} (95 % interval)"), "", *cells, ""])
+    marks = {True: level("green", "right"), False: level("red", "wrong")} if answers else {}
     for row in comparison.shown(shown):
-        answer = comparison.answers[row]
-        texts = (render_answer(comparison.written[name][row], answer) for name in models)
-        lines.append([verbatim(comparison.prompts[row]), *texts, verbatim(answer)])
-    caption = f"{len(comparison.prompts)} held-out prompts, of which {len(lines) - 2} are shown, evenly spaced"
+        answer, texts = answers[row] if answers else "", [comparison.written[name][row] for name in models]
+        cells = [render_completion(text) + marks.get(text.strip() == answer.strip(), "") for text in texts]
+        lines.append([verbatim(comparison.prompts[row]), *cells, verbatim(answer)])
+    count, notes = len(comparison.shown(shown)), escape_text("; ".join(comparison.notes))
+    caption = f"{len(comparison.prompts)} held-out prompts, of which {count} are shown, evenly spaced; {notes}"
     return HtmlFigure(add_style(table(("asked", *models, "right"), lines, caption, kind="wide even")))

@@ -17,14 +17,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cogumi.checkpoints.verify import CheckpointState, inspect, list_checkpoints
 from cogumi.core import __version__
 from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.formatting import format_duration, format_memory
 from cogumi.core.notices import is_notebook
 from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FILE, read_section, write_atomic
+from cogumi.evaluation.saved_models import config_of
 from cogumi.notebook import figures
 from cogumi.notebook import html_components as html
 from cogumi.notebook.completions import render_columns, render_samples
@@ -413,11 +412,6 @@ def summary(status: Status, config: Mapping[str, Any], metrics: Mapping[str, Any
 
 def format_time(seconds: float | None) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC" if seconds else ""
-
-
-def config_of(run: Path) -> dict[str, Any]:
-    path = run / "config.yaml"
-    return (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
 
 
 def rewards(run: Path) -> str:

@@ -80,10 +80,11 @@ class Run:
         merged those to ask; by default the base, and merged or else the adapter. temperature: 0 is greedy. max_new_tokens: None
         is the run's own. Raises UsageError where the run has saved nothing yet.
         """
+        from cogumi.evaluation.saved_models import read_setup
         from cogumi.notebook import chat as chats
 
         only = (only,) if isinstance(only, str) else only
-        chat = chats.open_chat(chats.read_setup(self.run_dir, only, temperature, max_new_tokens))
+        chat = chats.open_chat(read_setup(self.run_dir, only, temperature, max_new_tokens))
         if message is not None:
             return chats.answer_once(chat, message)
         chats.talk(chat)

@@ -83,10 +83,7 @@ def score_file(run: RunConfig, file: Path) -> RewardReport:
         message = f"it is empty: {run.cogumi.environment} scores its own episodes, and no completions of a file"
         raise UsageError(message, key="cogumi.rewards", fix="name a reward")
     rewards = read_rewards(run)
-    weights = weights_of(run.cogumi.rewards, run.train.get("reward_weights")) or [1.0] * len(rewards)
-    if len(weights) != len(rewards):
-        message = f"{len(weights)} weights for {len(rewards)} rewards"
-        raise UsageError(message, key="train.reward_weights", fix="give one for each reward")
+    weights = read_weights(run, rewards)
     rows, notes = drop_cut(list(read_completions(file)))
     if not rows:
         fix = 'write lines such as {"prompt": ..., "completion": ...}'
@@ -128,6 +125,14 @@ def read_rewards(run: RunConfig) -> list[Any]:
     from cogumi.methods import gspo
 
     return gspo.read_rewards(run)
+
+
+def read_weights(run: RunConfig, rewards: list[Any]) -> list[float]:
+    weights = weights_of(run.cogumi.rewards, run.train.get("reward_weights")) or [1.0] * len(rewards)
+    if len(weights) != len(rewards):
+        message = f"{len(weights)} weights for {len(rewards)} rewards"
+        raise UsageError(message, key="train.reward_weights", fix="give one for each reward")
+    return weights
 
 
 # ------------------------------------------------------------------------------------------------------------- the file
