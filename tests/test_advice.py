@@ -591,8 +591,8 @@ def test_the_command_for_a_later_merge_names_the_original(
     with monkeypatch.context() as patch:
         patch.setattr(finish, "merge_adapter", fail)
         result = cogumi.train(with_overrides(sft, train__max_steps=2, **settings))
-    figure = next(check.figure for check in result.verdict.checks if check.name == "merge")
-    words = shlex.split(figure.partition("later: ")[2].removesuffix(")"))
+    fix = next(check.fix for check in result.verdict.checks if check.name == "merge")
+    words = shlex.split(fix.partition("then run: ")[2])
     assert command_line(*(tmp_path / "out" if word == "OUT" else word for word in words[1:]))[0] == 0
     live = logits(PeftModel.from_pretrained(load(tiny_model), str(result.adapter)))
     assert rms(logits(load(tmp_path / "out")) - live) < 0.01  # rounded to bfloat16

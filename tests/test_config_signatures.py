@@ -191,6 +191,12 @@ def test_a_misspelt_key_or_value_is_known_without_the_libraries(key: str, value:
     golden("config", str(refused.value))
 
 
+@pytest.mark.parametrize(("key", "name"), [("lora__rank", "lora.r"), ("train__lr", "train.learning_rate")])
+def test_a_usual_name_of_a_setting_leads_to_the_library_s(key: str, name: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {name}[?]"):
+        read_config("smoke/sft", {key: 1})
+
+
 def test_members_of_enumerations_are_their_values(tmp_path: Path) -> None:
     from transformers.training_args import OptimizerNames
 

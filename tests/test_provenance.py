@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from cogumi.core.errors import UsageError
+from cogumi.core.output import with_options
 from cogumi.merge.adapter_files import BaseRecord, read_base_record, weights_sample, write_base_record
 from cogumi.models.quantized_bases import Quantization, quantization_of
 
@@ -138,6 +139,7 @@ def test_a_damaged_record_is_one_line(content: Any, key: str, tmp_path: Path) ->
         read_base_record(tmp_path)
     assert (error.value.place, error.value.key) == (str(tmp_path / "cogumi-base.json"), key)
     assert "pass base=" in error.value.fix
+    assert "pass --base " in with_options(str(error.value), ["merge"])
     assert "\n" not in str(error.value)
     (tmp_path / "cogumi-base.json").write_text(json.dumps(WHOLE))
     assert read_base_record(tmp_path) == BaseRecord("a/b", None, None, None, "bfloat16")

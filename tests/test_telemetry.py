@@ -64,6 +64,40 @@ def after_step(patch: pytest.MonkeyPatch, act: Callable[[Any, Any, Any], None]) 
 # ------------------------------------------------------------------------------------------------------- a whole run
 
 
+def test_the_screen_names_each_stage_and_leaves_details_to_the_log(
+    sft: Config, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("cogumi"), "propagate", False)  # as without a handler of pytest's
+    seen: list[str] = []
+    monkeypatch.setattr(recorder, "set_status", lambda run_dir, state, **more: seen.append(str(more.get("stage"))))
+    run_dir = cogumi.train(sft, train__max_steps=2, cogumi__merge=False).run_dir
+    screen, log_text = "".join(capfd.readouterr()), (run_dir / "run.log").read_text()
+    assert seen[:6] == ["load", "samples", "train", "data checks", "train", "eval"]
+    for activity in ("loading ", "completions of ", "checking the batches", "held-out loss before the first step"):
+        assert f"{activity}" in screen
+    assert "patched " in log_text
+    assert "left alone " in log_text
+    for noise in ("patched ", "left alone ", "no MFU", "examples/s", "Loading weights", "clean_up_tokenization"):
+        assert noise not in screen
+
+
+@pytest.mark.parametrize(("load", "slow", "expected"), [(900.0, 5, 1), (0.0, 5, 0), (900.0, None, 0)])
+def test_a_step_that_other_processes_starve_is_a_warning(
+    sft: Config, monkeypatch: pytest.MonkeyPatch, load: float, slow: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+
+    def wait(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        time.sleep(2.0 * (state.global_step + 1 == slow))
+
+    monkeypatch.setattr(recorder.Telemetry, "on_step_begin", wait)
+    monkeypatch.setattr(recorder, "MIN_SLOW_SECONDS", 1.8)
+    run_dir = cogumi.train(sft, train__max_steps=6, cogumi__merge=False, data__eval_rows=0).run_dir
+    warned = [line for line in (run_dir / "run.log").read_text().splitlines() if "load average 900.0 on" in line]
+    assert len(warned) == expected
+    assert not warned or "step 5 took" in warned[0]
+
+
 def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     import peft
@@ -85,7 +119,7 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
     assert len(counted) == 12
     assert parsed["tokens"] == sum(counted) == result.series("num_tokens")[-1]
     assert parsed["tokens"] / parsed["tokens_per_second"] == pytest.approx(parsed["step_seconds"], abs=6e-4)
-    assert list(parsed["seconds"]) == ["data", "load", "samples", "train", "eval"]
+    assert list(parsed["seconds"]) == ["data", "load", "samples", "train", "data checks", "eval"]
     assert sum(parsed["seconds"].values()) == pytest.approx(parsed["elapsed_seconds"], abs=0.1)
     assert parsed["step_seconds"] <= parsed["seconds"]["train"]
     assert parsed["cost"] == pytest.approx(2 * parsed["elapsed_seconds"], abs=0.1)

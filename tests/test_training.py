@@ -532,7 +532,10 @@ def test_a_run_directory_that_takes_no_files_is_refused_before_the_data_is_read(
 
 
 def test_a_model_without_weights_or_tokenizer_is_one_line(sft: Config, tiny_model: Path, tmp_path: Path) -> None:
-    for missing, says in (("model.safetensors", "no file named model.safetensors"), ("tokenizer.json", "tokenizer")):
+    for missing, says in (
+        ("model.safetensors", "no file named model.safetensors"),
+        ("tokenizer.json", "holds no tokenizer: none of tokenizer.json"),
+    ):
         broken = shutil.copytree(tiny_model, tmp_path / f"without-{missing}")
         (broken / missing).unlink()
         with pytest.raises(UsageError) as caught:

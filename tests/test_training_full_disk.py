@@ -65,7 +65,7 @@ def test_a_merge_that_does_not_fit_is_said_with_the_command_that_merges_later(
     assert result.merged is None
     assert not list((disk / "run").glob("merged*"))
     assert read_json(disk / "run" / "status.json")["state"] == "finished, checks failed"
-    command = shlex.split(failed.figure.partition("(later: cogumi ")[2].removesuffix(")"))
+    command = shlex.split(failed.fix.partition("run: cogumi ")[2])
     assert command[:2] == ["merge", str(result.adapter)]
     later = CliRunner().invoke(app, [*command[:2], str(tmp_path / "merged")])
     assert later.exit_code == 0, later.output

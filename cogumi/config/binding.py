@@ -64,6 +64,11 @@ MORE_NAMES = {("GRPOConfig", "loss_type")}  # cogumi has losses of its own (cogu
 QUOTED = re.compile(r"""[`'"]([a-z][a-z0-9_]*)[`'"]""")
 # unsloth replaces TRL's config classes with its own, which have more keys; this is where it writes them.
 UNSLOTH_CONFIG_MODULE = "unsloth.models.rl"
+# Names of settings elsewhere that no spelling leads from to the library's own.
+ALIASES = {
+    "lora.rank": "r", "train.lr": "learning_rate", "train.epochs": "num_train_epochs", "train.max_seq_length": "max_length",
+    "train.batch_size": "per_device_train_batch_size",
+}  # fmt: skip
 # Keys of LoraConfig that a run cannot choose, and the reason.
 FIXED_LORA_KEYS = {
     "peft_type": "cogumi trains LoRA and no other kind of adapter",
@@ -117,7 +122,7 @@ def reject_unknown(values: Iterable[str], known: Iterable[str], prefix: str, ori
     known = list(known)
     for key in values:
         if key not in known:
-            near = nearest(key, known)
+            near = ALIASES.get(f"{prefix}{key}") or nearest(key, known)
             hint = f"did you mean {prefix}{near}?" if near else f"valid: {list_names(known)}"
             raise origins.error(f"unknown key `{prefix}{key}`{where}", f"{prefix}{key}", hint)
 

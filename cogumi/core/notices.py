@@ -1,11 +1,13 @@
 """Progress lines for notebooks and terminals while a function works."""
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
+USELESS = ("Ignoring clean_up_tokenization_spaces", "The tokenizer has new PAD/BOS/EOS tokens")
 showing = threading.Lock()  # a function called by one that shows its line shows none
 
 
@@ -23,6 +25,29 @@ def show_seconds(activity: str) -> Iterator[None]:
     finally:
         line.update({"text/plain": f"{activity}: {time.monotonic() - began:.0f} s"}, raw=True)
         showing.release()
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Hide bars of datasets, outside a terminal those of loading too, and warnings that no user can act on."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    with ExitStack() as undo:
+        for handler in logging.getLogger("transformers").handlers:
+            handler.addFilter(is_useful)
+            undo.callback(handler.removeFilter, is_useful)
+        if datasets.is_progress_bar_enabled():
+            datasets.disable_progress_bars()
+            undo.callback(datasets.enable_progress_bars)
+        if transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty():
+            transformers_logging.disable_progress_bar()
+            undo.callback(transformers_logging.enable_progress_bar)
+        yield
+
+
+def is_useful(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(USELESS)
 
 
 def show_stage(is_shown: bool, activity: str) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,13 @@ AFTER_INTERRUPT = {
     "train": "; the same command continues the run", "merge": "; nothing is left of the merge",
     "merge --check": "; the directory is as it was", "export": "; nothing is left of the export",
 }  # fmt: skip
+# Arguments of the Python functions that messages name, as the command line writes them.
+AS_OPTIONS = {
+    "base=": "--base ",
+    "base_mode=": "--base-mode ",
+    "base_mode": "--base-mode",
+    "base_revision": "--revision",
+}
 BROKEN = (errno.EPIPE, errno.EIO)  # a pipe that nothing reads, a terminal that is closed
 STOP_CODES = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
 
@@ -85,12 +93,13 @@ def run_command(app: typer.Typer) -> None:
     """Run a Typer app; a mistake of the user is one line on standard error and exit status 2, Ctrl-C is 130."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(VisibleFormatter("%(message)s"))
+    handler.setLevel(logging.INFO)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("cogumi").setLevel(logging.INFO)
     try:
         app()
     except UsageError as error:
-        print_text(f"cogumi: {error}", to_error=True)
+        print_text(f"cogumi: {with_options(str(error), sys.argv[1:])}", to_error=True)
         sys.exit(2)
     except SystemExit as stop:
         if stop.code in STOP_CODES:
@@ -100,6 +109,13 @@ def run_command(app: typer.Typer) -> None:
     finally:
         # Typer has put its own there.
         sys.excepthook = lambda *raised: print_text("".join(traceback.format_exception(*raised)), end="", to_error=True)
+
+
+def with_options(message: str, words: list[str]) -> str:
+    """Name the options of a merge command in a message that names the Python function's arguments."""
+    if words[:1] not in (["merge"], ["inspect"], ["certify"]):
+        return message
+    return re.sub(r"\b(base=|base_mode=|base_mode\b|base_revision\b)", lambda match: AS_OPTIONS[match[0]], message)
 
 
 def after_interrupt(words: list[str]) -> str:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 BUILD_REFUSALS = (ValueError, ImportError, OSError, RuntimeError, ArithmeticError, SafetensorError)
 SMALL_BASE = "cogumi:small-base"
 RANDOM_BASES = tuple(PREFIX + kind for kind in KINDS)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 TULU = Path(__file__).parents[1] / "data" / "tulu.jinja"
 
 
@@ -64,8 +65,11 @@ def load_tokenizer(model: RunBase | str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        message = f"{name!r} has no tokenizer that can be loaded: {first_line(error)}"
-        raise UsageError(message, key="model.name") from None
+        message, fix = f"{name!r} has no tokenizer that can be loaded: {first_line(error)}", ""
+        if Path(name).is_dir() and not any((Path(name) / file).exists() for file in TOKENIZER_FILES):
+            message = f"{name} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
+            fix = f"copy the tokenizer's files of the model there, or tokenizer.save_pretrained({name!r})"
+        raise UsageError(message, key="model.name", fix=fix) from None
     if tokenizer.eos_token is None:
         message = f"the tokenizer of {name!r} has no eos_token, so no completion could end"
         raise UsageError(message, key="model.name", fix="set one in its config")

@@ -248,6 +248,7 @@ def show_log() -> Iterator[None]:
         return
     level, handler = log.level, logging.StreamHandler(sys.stdout)
     handler.setFormatter(VisibleFormatter())
+    handler.setLevel(logging.INFO)
     log.addHandler(handler)
     log.setLevel(level or logging.INFO)
     try:

@@ -2,9 +2,11 @@
 
 import logging
 import math
+import os
 import random
 import shutil
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,7 @@ from cogumi.core.run_directory import (
     write_json,
 )
 from cogumi.data.chat import transcript_of
+from cogumi.merge.stream import available_cores
 from cogumi.models.completion import complete_with_ends
 from cogumi.patches.trl_internals import logged_completions, observe_rollouts
 from cogumi.stack.ranks import Ranks
@@ -44,6 +47,8 @@ from cogumi.telemetry.throughput import PAUSED_STAGE, ROLLOUT, Meter, Throughput
 
 log = logging.getLogger("cogumi")
 LINE_SECONDS = 30.0
+# A step is starved if it takes SLOW_STEP times the median of the first PACE_STEPS ones while the load exceeds the cores.
+PACE_STEPS, SLOW_STEP, MIN_SLOW_SECONDS, STARVED_LOG_SECONDS = 3, 2.5, 1.0, 600.0
 # What the bar and the log show of a logged row.
 FORMATS = {
     "loss": "loss {:.3g}",
@@ -97,10 +102,13 @@ class Telemetry(TrainerCallback):
         self.ranks = ranks or Ranks()
         self.heart, self.run_dir, self.meter, self.name = heart, heart.run_dir, heart.meter, name
         self.bar: tqdm | None = None
+        self.evaluation_bar: tqdm | None = None
+        self.first_seconds: list[float] = []  # of the first steps
+        self.slow_logged = -math.inf
         self.pace = StepTimer(self.meter)
         self.throughput = heart.throughput = Throughput(trainer, heart.meter, self.ranks)
         if self.throughput.no_mfu and self.ranks.leads:
-            log.info("no MFU: %s", self.throughput.no_mfu)
+            log.debug("no MFU: %s", self.throughput.no_mfu)
         self.last_line = 0.0
         self.unwritten: list[dict[str, Any]] = []
         self.full = False
@@ -133,12 +141,36 @@ class Telemetry(TrainerCallback):
         )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.throughput.total.step_seconds += self.pace.end_step()
+        seconds = self.pace.end_step()
+        self.throughput.total.step_seconds += seconds
+        self.warn_if_starved(state.global_step, seconds)
         progress = self.heart.progress
         progress.step, progress.steps, progress.step_time = state.global_step, state.max_steps, time.time()
         progress.eta_seconds = self.eta(state.global_step, state.max_steps)
         assert self.bar is not None
         self.bar.update(state.global_step - self.bar.n)
+
+    def warn_if_starved(self, step: int, seconds: float) -> None:
+        """Log a step that takes much longer than the first ones while the machine has more work than cores."""
+        if len(self.first_seconds) < PACE_STEPS:
+            self.first_seconds.append(seconds)
+        usual, load, cores = statistics.median(self.first_seconds), os.getloadavg()[0], available_cores()
+        is_due = self.ranks.leads and time.monotonic() - self.slow_logged > STARVED_LOG_SECONDS
+        if is_due and seconds > max(SLOW_STEP * usual, MIN_SLOW_SECONDS) and load > cores:
+            self.slow_logged = time.monotonic()
+            text = "step %d took %.3g s, the first ones %.3g s: load average %.1f on %d cores; end what else runs on this machine"
+            log.warning(text, step, seconds, usual, load, cores)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any) -> None:
+        if self.evaluation_bar is None:
+            options = {"desc": "held-out loss", "unit": "batch", "disable": None if self.ranks.leads else True}
+            self.evaluation_bar = tqdm(total=len(eval_dataloader), leave=False, **options)
+        self.evaluation_bar.update()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        if self.evaluation_bar is not None:
+            self.evaluation_bar.close()
+            self.evaluation_bar = None
 
     def eta(self, step: int, steps: int) -> float | None:
         """Return seconds from one step to another, with the rollouts that begin between them; None before the second step."""
@@ -351,8 +383,9 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
     on_stdout = logging.StreamHandler(sys.stdout)
     on_stdout.setFormatter(VisibleFormatter())
     handlers: list[logging.Handler] = [to_file] if log.hasHandlers() else [to_file, on_stdout]
+    on_stdout.setLevel(logging.INFO)  # run.log alone has the details
     level = log.level
-    log.setLevel(level or logging.INFO)
+    log.setLevel(logging.DEBUG if level in (logging.NOTSET, logging.INFO) else level)
     for handler in handlers:
         log.addHandler(handler)
     try:
@@ -404,6 +437,23 @@ def set_status(run_dir: Path, state: str, **more: Any) -> None:
         if error.errno not in NO_SPACE or state not in ("running", "paused"):
             raise
         log.error("status.json stays as it was: %s", error)
+
+
+def enter_stage(heart: Heartbeat, stage: str, activity: str = "") -> None:
+    """Begin a stage: its seconds are counted, the run's status names it, and the log says what it does."""
+    heart.meter.enter(stage)
+    set_status(heart.run_dir, "running", stage=stage)
+    if activity:
+        log.info("%s ...", activity)
+
+
+@contextmanager
+def stage_inside(heart: Heartbeat, stage: str, activity: str) -> Iterator[None]:
+    """Make the block a stage, and return to the one before."""
+    outer = heart.meter.stage
+    enter_stage(heart, stage, activity)
+    yield
+    enter_stage(heart, outer)
 
 
 def truncate_metrics(run_dir: Path, state: Any) -> None:

@@ -191,9 +191,8 @@ def try_merge(
     try:
         return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, original)
     except Exception as error:  # noqa: BLE001
-        later = f"{one_line(error)} (later: {live.again})"
-        fix = "change what it names, and merge by that command"
-        return None, [*live.checks, Check("merge", later, "the adapter goes into its base", False, fix)]
+        fix = f"the adapter is saved: repair what the message names, then run: {live.again}"
+        return None, [*live.checks, Check("merge", one_line(error), "the adapter goes into its base", False, fix)]
 
 
 def merge_and_check(

@@ -242,14 +242,17 @@ def fit(
     if ranks.count > 1:
         trainer.add_callback(Agreement(ranks))
     if not trainer.is_fsdp_enabled:
-        sentinel.begin()  # before layers are compiled, which its shapes would cost time
+        with recorder.stage_inside(heart, "data checks", "checking the batches, and completions against their prompts"):
+            sentinel.begin()  # before layers are compiled, which its shapes would cost time
     try:
         compile_trainer(trainer, options.compile, run_dir / DECISIONS, telemetry.write_unless_full)
     except UsageError as error:
         raise RefusedAtSetup.like(error) from error
     if measure_loss and not ranks.tell(was_evaluated(run_dir, 0)):
         if ranks.count == 1:
-            trainer.evaluate()
+            activity = f"held-out loss before the first step, of {len(trainer.eval_dataset)} rows"
+            with recorder.stage_inside(heart, "eval", activity):
+                trainer.evaluate()
         else:  # once the model is wrapped (`cogumi.patches.trl_internals.forget_evaluation`)
             trainer.args.eval_on_start = True
     with closing(telemetry), logging_redirect_tqdm(recorder.terminal_loggers()):  # lines above the bar, not in it
@@ -277,6 +280,7 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
     # One that ended early is resumed later, and is to have logged then what it would have without stopping.
     measure_loss = trainer.eval_dataset is not None and options.method != "gspo" and fitted.ended is None
     if ranks.tell(measure_loss and not was_evaluated(run_dir, state.global_step)):
+        log.info("held-out loss after the last step ...")
         checks += attempt("held-out loss", trainer.evaluate)
     trackers.close_tensorboard(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")

@@ -22,7 +22,7 @@ from cogumi.checkpoints.mirror import Mirror
 from cogumi.config.schema import RunConfig, dump_config
 from cogumi.core.errors import RefusedAtSetup, UsageError, best_effort
 from cogumi.core.formatting import one_line
-from cogumi.core.notices import show_seconds
+from cogumi.core.notices import quiet_libraries, show_seconds
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
 from cogumi.forecast.preflight_report import Line
@@ -59,7 +59,7 @@ from cogumi.rl.patching import patch
 from cogumi.stack.gpus import VARIABLE, disable_cudnn_attention, refuse_several_gpus, use_one_gpu
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat, measure_run
-from cogumi.telemetry.recorder import record_run, set_status, write_samples
+from cogumi.telemetry.recorder import enter_stage, record_run, write_samples
 from cogumi.telemetry.status import NON_FINITE, SANITY_CHECKED
 from cogumi.telemetry.throughput import EXPERTS, Meter
 from cogumi.telemetry.trackers import refuse_unreachable
@@ -98,6 +98,7 @@ class RunResult:
 
 
 @show_seconds("train: this cell trains")
+@quiet_libraries()
 @restore_matmul_precision()
 def train(run: RunConfig) -> RunResult:
     """Train a resolved configuration in this process, as the only one, as rank 0 or as one that follows it."""
@@ -129,10 +130,10 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
         record_start(run, resuming, process, prepared)
         run = make_choices(run, base, prepared.examples.train, prepared.tokenizer)
         if wants_preflight(run):
-            enter(heart, "preflight")
+            enter_stage(heart, "preflight", "forecasting memory and time")
             run_preflight(run, base, prepared.examples.train, prepared.tokenizer)
         for download in prepared.downloads:
-            enter(heart, "download")
+            enter_stage(heart, "download")
             finish.fetch_into(run_dir, download)
         if prepared.original is not None:
             prove_original(base.name, base.revision, prepared.original)
@@ -266,12 +267,6 @@ def write_report_at_end(run_dir: Path) -> Iterator[None]:
                 write_report(run_dir)
 
 
-def enter(heart: Heartbeat, stage: str) -> None:
-    """Begin a stage: its seconds are counted, and the run's status names it."""
-    heart.meter.enter(stage)
-    set_status(heart.run_dir, "running", stage=stage)
-
-
 def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Prepared) -> None:
     """Log what the run begins with, and keep in decisions.json what a resumed one needs."""
     run_dir, examples, weights = run.run_dir, prepared.examples, prepared.weights
@@ -279,7 +274,9 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
     if resuming:
         log.info("%s resumes where it stopped; with cogumi.resume: never it would be refused", run_dir)
     finish.record_backend(run_dir, process.backend)
-    for line in (*process.notes, *prepared.notes, *examples.reports()):
+    for line in process.notes:
+        log.log(logging.INFO if line.startswith("chosen: ") else logging.DEBUG, "%s", line)
+    for line in (*prepared.notes, *examples.reports()):
         log.info(line)
     for warning in (describe_overlong(run, examples, prepared.base.config), describe_empty_thoughts(run, examples)):
         if warning:
@@ -314,7 +311,7 @@ def train_and_save(
     """
     base, examples, tokenizer = prepared.base, prepared.examples, prepared.tokenizer
     run_dir, prompts, ranks = run.run_dir, prepared.examples.prompts, followers.ranks
-    enter(heart, "load")
+    enter_stage(heart, "load", f"loading {base.name}")
     if ranks.count > 1:
         # A weight without a gradient in a step is an expert that no token came to. To look for one costs time.
         mixture = any(getattr(base.config, key, None) for key in EXPERTS)
@@ -330,13 +327,13 @@ def train_and_save(
         raise RefusedAtSetup(f"model, lora or train: {one_line(error)}") from error
     shared = trainer.is_fsdp_enabled
     if prompts is not None and not shared and not (run_dir / SAMPLES_FILE).exists():
-        enter(heart, "samples")  # to be read beside those at the end
+        enter_stage(heart, "samples", "completions of held-out prompts before the first step")
         write_samples(run_dir, trainer.model, tokenizer, prompts, 0, run.cogumi.stop)
-    enter(heart, "train")
+    enter_stage(heart, "train")
     fitted = fit(run, trainer, tokenizer, examples, heart, ranks)
     model = trainer.model
     if shared:
-        enter(heart, "save")
+        enter_stage(heart, "save")
         model = building.rebuild_model(run, base, gather_trained(trainer.model))
     ended, adapter, merged = fitted.ended, None, None
     if run.cogumi.tuning == "lora" and (ended is None or ended.state != NON_FINITE):
@@ -348,7 +345,7 @@ def train_and_save(
         merged = finish.retry_when_full(run, "save", finish.save_model, model, tokenizer, run_dir, dtype)
         fitted.checks.extend(attempt("saved model", finish.judge_saved, model, merged))
     if prompts is not None and (ended is None or ended.state == SANITY_CHECKED):
-        enter(heart, "samples")
+        enter_stage(heart, "samples", "completions of held-out prompts after the last step")
         step = trainer.state.global_step
         fitted.checks.extend(
             attempt("samples", write_samples, run_dir, model, tokenizer, prompts, step, run.cogumi.stop)
@@ -356,7 +353,7 @@ def train_and_save(
         fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))
     live = None
     if adapter is not None and run.cogumi.merge and ended is None:
-        enter(heart, "merge")
+        enter_stage(heart, "merge", f"merging into {base.name}, and comparing the result with the trained model")
         tokens = first_tokens(examples.train.dataset, tokenizer, LOGIT_ROWS)
         live = finish.record_live(run, model, adapter, tokens, prepared.original)
     fitted.sentinel.release()
