@@ -154,10 +154,7 @@ def adapter_moves(run: RunHistory) -> Flag | None:
 
 
 def update_size(run: RunHistory) -> Flag | None:
-    """Judge the largest update of the whole run, rate x steps, against the spacing of bfloat16 weights, until it shows.
-
-    Adam moves a weight by about the rate in a step. Green as soon as the loss falls, or for gspo the reward rises.
-    """
+    """Judge rate x steps, by which Adam moves a weight, against bfloat16's spacing, until the loss falls or the reward rises."""
     steps, rate, is_rl = run.setting.max_steps, run.setting.learning_rate, run.setting.method == "gspo"
     if not run.setting.spacings_per_rate or run.step < min(FIRST_FIGURES, steps):
         return None
@@ -496,7 +493,6 @@ def completions_end(run: RunHistory) -> Flag | None:
     cause = "completions are cut before they end" if part < 1 else "no completion ends before it is cut"
     knob = "train.max_completion_length, higher"
     pooled, drawn = (part + start) / 2, MIN_ROLLOUTS * max(1, run.setting.rollout)
-    # Neither rose nor fell: the same completions at first and now, or a difference that chance explains.
     change = (part - start) / math.sqrt(2 * pooled * (1 - pooled) / drawn) if 0 < pooled < 1 else 0.0
     if change < -CHANCE_Z:
         level = "yellow" if level == "red" else level
