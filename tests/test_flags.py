@@ -456,6 +456,30 @@ def test_completions_that_grow_until_they_are_cut_have_another_cause_and_more_ti
     assert levels(rl(**{"completions/clipped_ratio": [0.1] * 48 + [0.95] * 12}))["completions end"] == "yellow"
 
 
+@pytest.mark.parametrize(
+    ("shares", "cause"),
+    [
+        ([0.55] * 10 + [0.40] * 50, "fewer than at first"),
+        ([0.55] * 60, "are cut before they end"),
+        ([0.20] * 10 + [0.45] * 50, "without an end"),
+    ],
+)
+def test_a_cause_of_cut_completions_follows_their_change(shares: list[float], cause: str) -> None:
+    run = rl(**{"completions/clipped_ratio": shares})
+    flags = judge(replace(run, setting=replace(run.setting, rollout=64)))
+    (flag,) = (flag for flag in flags if flag.name == "completions end")
+    assert (flag.level, cause in flag.cause) == ("yellow", True), flag
+
+
+@pytest.mark.parametrize("losses", [[3.0] * 8, falling(8, scatter=0)])
+@pytest.mark.parametrize(("rate", "is_small"), [(1e-7, True), (1e-3, False)])
+def test_a_small_update_is_yellow_until_the_loss_falls(losses: list[float], rate: float, is_small: bool) -> None:
+    setting = replace(SFT, learning_rate=rate, max_steps=20, spacings_per_rate=100.0)
+    expected = "yellow" if is_small and losses[-1] == losses[0] else "green"
+    assert levels(run_of(losses, setting))["update size"] == expected
+    assert "update size" not in levels(run_of(losses[:3], setting))
+
+
 def test_rewards_are_read_at_the_steps_that_sampled() -> None:
     rows = rows_of([0.01] * 40, entropy=0.4)
     for row in rows[::4]:

@@ -385,6 +385,18 @@ def test_every_step_logs_the_metrics(make_trainer: Callable[..., Any]) -> None:
     assert rows[1]["policy/ratio_new_old"] != pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.parametrize("longest", [1e-3, 0.0])
+def test_the_clip_coefficient_and_the_range_of_advantages_are_logged(
+    longest: float, make_trainer: Callable[..., Any]
+) -> None:
+    _, rows = trained(make_trainer(max_steps=4, max_grad_norm=longest))
+    assert [row["policy/clip_coefficient"] for row in rows] == [
+        min(1.0, longest / row["grad_norm"]) if longest and row["grad_norm"] else 1.0 for row in rows
+    ]
+    assert ["policy/max_advantage" in row for row in rows] == ["reward" in row for row in rows] == [True, False] * 2
+    assert rows[0]["policy/min_advantage"] < 0 < rows[0]["policy/max_advantage"]
+
+
 def test_watching_does_not_change_the_run(make_trainer: Callable[..., Any]) -> None:
     def weights(watched: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)

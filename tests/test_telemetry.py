@@ -167,6 +167,17 @@ def test_a_gspo_run_says_what_rollouts_and_updates_took(finished_gspo: FinishedR
     assert len(said) == 1
     assert "ends at about" not in said[0]  # no budget ends it
     assert parsed["final"]["reward"] == result.series("reward")[-1]
+    size = read_json(result.run_dir / "decisions.json")["rollout"]
+    rollout = read_jsonl(result.run_dir / "rollouts.jsonl")[0]
+    assert size["completions"] == len(rollout["reward"])
+    text = f"rollout: {size['completions']} completions of {size['prompts']} prompts, used in {size['steps']} optimizer steps"
+    assert text in (result.run_dir / "run.log").read_text()
+    assert text in str(cogumi.preview(result.run_dir / "config.yaml"))
+    assert len(result.series("loss")) == size["steps"] * len(result.series("reward"))
+    for shown in rollout["shown"]:
+        assert sum(shown["rewards"].values()) == pytest.approx(shown["reward"], abs=1e-5)
+        assert shown["graded"] == shown["completion"]
+        assert shown["row"] >= 0
     # num_tokens: prompts and completions of the rollouts, each of which was trained on once.
     assert parsed["tokens"] == result.series("num_tokens")[-1]
     shown = scalars(result.run_dir)

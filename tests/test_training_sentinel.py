@@ -1,5 +1,7 @@
 """`cogumi.sanity`, `cogumi.on_red` and flags.json in real runs: what ends early goes on and ends as if it had not."""
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -141,6 +143,18 @@ def test_what_was_red_stays_known_when_a_run_goes_on(sft: Config) -> None:
     assert flag.name == "adapter moves"
     whole = cogumi.train(sft, lora__lora_alpha=0)
     assert [(step, flag.name) for step, flag in whole.verdict.was_red] == [(at, "adapter moves")]
+
+
+def test_a_red_flag_survives_a_signal_after_the_last_step(sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    sft["train"] |= {"save_strategy": "steps", "save_steps": 14}
+    with monkeypatch.context() as patched:
+        patched.setattr("cogumi.training.finish.save_adapter", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(SystemExit):
+            cogumi.train(sft, lora__lora_alpha=0)
+    result = cogumi.train(sft, lora__lora_alpha=0)
+    assert [row["step"] for row in result.metrics if "loss" in row] == list(range(1, 15))
+    assert (result.verdict.flags[0].name, result.verdict.flags[0].level) == ("adapter moves", "red")
+    assert [flag.name for _, flag in result.verdict.was_red] == ["adapter moves"]
 
 
 def test_pause_waits_until_the_file_is_gone(sft: Config, red: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from cogumi.health.flags import (
     read_samples,
     red_flags,
 )
-from cogumi.health.verdict import Check, Verdict, judge, safe_to_scale
+from cogumi.health.verdict import Check, Verdict, judge, judge_divergence, safe_to_scale
 from cogumi.merge.logits import LogitCheck
 from cogumi.notebook import panel
 from cogumi.notebook.panel import take_snapshot
@@ -354,10 +354,36 @@ def test_a_small_loss_without_effect_is_a_warning(
     assert ("--dtype float32" in judged.fix) is (kept < 0.98)
 
 
+@pytest.mark.parametrize(
+    ("losses", "failed"),
+    [
+        ([2.7, 3.1], False),
+        ([2.7, 28.8], True),
+        ([2.7, 9.0, 15.0, 28.8], True),
+        ([0.2, 0.6], False),
+        ([2.7] * 4 + [3.0] * 8, False),
+        ([2.7] * 4 + [4.5] * 8, True),
+        ([2.7, 1.0, 3.5, 1.2] * 3, False),
+    ],
+)
+@pytest.mark.parametrize("key", ["loss", "eval_loss"])
+def test_a_loss_that_ends_far_above_its_start_fails_a_check(losses: list[float], failed: bool, key: str) -> None:
+    checks = judge_divergence([{"step": step, key: loss} for step, loss in enumerate(losses, 1)])
+    assert [check.passed for check in checks] == [False] * failed
+
+
+def test_a_destroyed_model_with_finite_numbers_fails_a_check(sft: dict[str, Any]) -> None:
+    result = cogumi.train(sft, train__learning_rate=1e6, train__max_steps=1)
+    assert not result.passed
+    (check,) = (check for check in result.verdict.checks if check.name == "weights")
+    assert "at most 3" in str(check)
+
+
 def test_an_update_that_rounding_loses_is_told_beside_the_rounding(sft: dict[str, Any]) -> None:
     sft["cogumi"]["merge_dtype"] = "base"
     result = cogumi.train(sft, train__learning_rate=1e-7, train__max_steps=4, cogumi__merge=True)
     failed = [check for check in result.verdict.checks if not check.passed]
+    assert [flag.level for flag in result.verdict.flags if flag.name == "update size"] == ["yellow"]
     assert [check.name for check in failed] == ["merged differs from the base"]
     fix = failed[0].fix
     kept = re.search(r" OUT --dtype float32 \(bfloat16 kept (\d+)% of the update and rounded the rest away; ", fix)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE
+from verdict_cases import BROKEN, HELD_OUT, OWN, WHOLE, YELLOW
 from verdict_runs import Case, judged
 
 from cogumi.health.flags import Flag
@@ -26,6 +26,15 @@ def test_a_broken_run_is_stopped_for_its_own_cause(case: Case, tmp_path: Path) -
     assert flag.knob
     assert step <= actual.steps <= 100
     assert actual.safe.startswith("no: "), actual.safe
+
+
+@pytest.mark.slow("trainings of 8 to 40 steps")
+@pytest.mark.parametrize(("case", "latest"), [pytest.param(*item, id=item[0].name) for item in YELLOW])
+def test_a_weak_run_has_a_yellow_flag_by_its_step(case: Case, latest: int, tmp_path: Path) -> None:
+    actual = judged(case, tmp_path, "warn")
+    steps = [step for step, flag in actual.yellows if case.explained_by(flag)]
+    assert steps, actual.was_yellow
+    assert steps[0] <= latest
 
 
 @pytest.mark.parametrize("case", cases((*WHOLE, *(case for case in HELD_OUT if not case.broken))))

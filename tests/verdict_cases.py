@@ -195,6 +195,18 @@ WHOLE = (
     Case("dpo, a third of the rate", "dpo", {"learning_rate": DPO_RATE / 3}),
     Case("dpo, a base that cannot tell them yet", "dpo", {"model": verdict_runs.base, "learning_rate": 1e-3}),
 )
+# Runs that a yellow flag explains, and the step by which it does.
+YELLOW = (
+    (Case("sft, a rate far too low", "sft", {"learning_rate": 1e-7, "max_steps": 20}, "update size", "rate is too small"), 4),
+    (Case("gspo, a rate far too low", "gspo", {"learning_rate": 1e-7, "max_steps": 20}, "update size", "rate is too small"), 4),
+    (Case("gspo, ratios outside the clip", "gspo", {"learning_rate": 10 * RL_RATE, "steps_per_generation": 4, "max_steps": 8},
+          "clip fraction", "by more than the clip"), 4),
+    (Case("gspo, gradients scaled down", "gspo", {"max_grad_norm": 1e-3, "max_steps": 12},
+          "gradient clipping", "max_grad_norm"), 6),
+    (Case("gspo, completions that learn to end", "gspo",
+          {"reward": brevity, "learning_rate": RL_RATE / 3, "max_completion_length": 3, "max_steps": 40},
+          "completions end", "fewer than at first"), 31),
+)
 # Other data and seeds than those the rules were made with.
 HELD_OUT = (
     Case("held out: sft, another seed", "sft", {"seed": 7}),

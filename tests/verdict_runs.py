@@ -70,13 +70,17 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Red flags in order with their steps, the steps made, the answer to "safe to scale?", and each flag once yellow."""
+    """Red flags in order with their steps, the steps made, the answer to "safe to scale?", and flags that were yellow.
+
+    was_yellow: the first of each name. yellows: all of them, with their steps.
+    """
 
     case: Case
     reds: list[tuple[int, Any]]
     steps: int
     safe: str
     was_yellow: dict[str, str]
+    yellows: list[tuple[int, Any]] = field(default_factory=list)
 
     @property
     def alarms(self) -> list[Any]:
@@ -86,7 +90,7 @@ class Outcome:
     def right(self) -> bool:
         """Return True for a broken run explained by its first red flag, or a healthy one without red (own: yellow) flags."""
         if not self.case.broken:
-            return not self.alarms and not (self.case.own and self.was_yellow)
+            return not self.alarms and not (self.case.own and self.was_yellow.keys() - COSTS_TIME)
         return bool(self.reds) and self.case.explained_by(self.reds[0][1])
 
 
@@ -96,12 +100,14 @@ def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
     trainer._save_checkpoint = lambda *_: None  # the suite is about flags
     sentinel = Sentinel(trainer, out, case.method, on_red=on_red)
     was_yellow: dict[str, str] = {}
+    yellows: list[tuple[int, Any]] = []
     look = sentinel.look
 
     def remembering(step: int, write: bool = False) -> None:
         look(step, write)
         for flag in sentinel.flags:
-            if flag.level == "yellow" and flag.name not in COSTS_TIME:
+            if flag.level == "yellow":
+                yellows.append((step, flag))
                 was_yellow.setdefault(flag.name, f"step {step}: {flag}")
 
     sentinel.look = remembering  # type: ignore[method-assign]
@@ -112,7 +118,7 @@ def judged(case: Case, out: Path, on_red: Any = "stop") -> Outcome:
     trainer.train()
     reds = list(sentinel.was_red.values())
     safe = safe_to_scale(sentinel.run(), sentinel.flags, [flag for _, flag in reds])
-    return Outcome(case, reds, trainer.state.global_step, ": ".join(safe), was_yellow)
+    return Outcome(case, reds, trainer.state.global_step, ": ".join(safe), was_yellow, yellows)
 
 
 def build(

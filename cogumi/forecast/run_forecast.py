@@ -180,6 +180,8 @@ def forecast_lines(
     if processes > 1:
         text = f"several processes are not forecast: the figures are for one of {processes}"
         lines.append(Line("processes", f"{text}, without what they exchange", "unknown"))
+    if yaml_run.cogumi.method == "gspo":
+        lines.append(Line("rollout", str(gspo.rollout_size(yaml_run))))
     holds_share = processes > 1 and yaml_run.cogumi.sharding != "none"
     chosen_run, load, choices = choose_for_target(yaml_run, base, sample, target)
     if yaml_run.model.quantization_config is not None or quantization_of(base_config) is not None:

@@ -33,8 +33,8 @@ CONSEQUENCES: dict[str, tuple[str, ...]] = {
     "finite numbers": (),  # every other flag
     "learned tokens": ("adapter moves", *TEXT_FLAGS),
     "padding": ("prompt and completion", *TEXT_FLAGS),
-    "learning-rate schedule": (*UPDATE_FLAGS, "loss trend", "preferences"),
-    "adapter moves": ("gradient norm", "loss trend", "loss noise", "token frequencies", "preferences"),
+    "learning-rate schedule": (*UPDATE_FLAGS, "update size", "loss trend", "preferences"),
+    "adapter moves": ("gradient norm", "update size", "loss trend", "loss noise", "token frequencies", "preferences"),
     "loss trend": ("gradient norm", "loss noise", "token frequencies", "prompt and completion", "preferences"),
     "prompt and completion": ("gradient norm", "loss noise", "token frequencies"),
     "token frequencies": ("loss noise",),
@@ -70,7 +70,8 @@ class Flag:
 class RunSettings:
     """Settings of a run that the rules need. loss: train.loss_type, several joined by a comma.
 
-    rollout: completions that gspo samples at a time.
+    rollout: completions that gspo samples at a time. spacings_per_rate: by how many spacings of bfloat16 a weight of the
+    model moves where a trained one moves by 1; 0 where that is not known.
     """
 
     method: str
@@ -82,6 +83,7 @@ class RunSettings:
     vocabulary: int = 0
     fp16: bool = False
     rollout: int = 0
+    spacings_per_rate: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ UNSETTLED_STEPS = 50  #                    steps; before them a loss may still b
 TREND_Z = 3.0  #                           standard deviations of Mann and Kendall's test
 LOSS_RISE_SHARE = 0.1  #                   of the first loss
 LOSS_FALL_SHARE = 0.03  #                  of the first loss, in a hundred steps; a tenth is usual
+FIRST_FIGURES = 4  #                       step after which a run is first judged by its figures
+SMALL_UPDATE = 0.1  #                      of the spacing of bfloat16 weights: the whole run's update stays below   none
 OVERFLOWING_RATE = 0.1  #                  learning rate; Adam moves a weight by it, and weights are hundredths
 WAIT_ROWS = 20
 WAIT_SHARES = 0.2, 0.5  #                  yellow, red: of the time
@@ -55,6 +57,8 @@ EQUAL_REWARDS = 1e-5  #                    deviation of equal rewards: TRL 1.15 
 DEAD_COMPLETIONS = 64  #                   without reward; so many fail by chance once in 20 at a success rate of 5 %
 KL_STEPS, MIN_KL_STEPS = 16, 5
 CLIPPED_SHARE = 0.5  #                     yellow: of the ratios, on steps after an update            none
+MOSTLY_CLIPPED, FEW_CLIPPED_ROWS = 0.9, 3  # of the ratios on each such step: so few steps are enough then
+SCALED_DOWN = 0.5  #                       yellow: median of policy/clip_coefficient                  none
 TRUNCATED_SHARE = 0.3  #                   yellow: of the completions                              axolotl
 ENTROPY_NATS, ENTROPY_SHARE = 0.05, 0.2  # nats a token, of the start                              axolotl
 FAILED_CALL_SHARES = 0.2, 0.5  #           yellow, red: of tool calls                              none
@@ -147,6 +151,22 @@ def adapter_moves(run: RunHistory) -> Flag | None:
         cause, knob = "the optimizer does not hold the weights that get gradients, so they are frozen", "train.optim"
         evidence += f", with gradients up to {max(norms):.2e}"
     return Flag(name, "red", evidence, cause, knob)
+
+
+def update_size(run: RunHistory) -> Flag | None:
+    """Judge rate x steps, by which Adam moves a weight, against bfloat16's spacing, until the loss falls or the reward rises."""
+    steps, rate, is_rl = run.setting.max_steps, run.setting.learning_rate, run.setting.method == "gspo"
+    if not run.setting.spacings_per_rate or run.step < min(FIRST_FIGURES, steps):
+        return None
+    values = [-reward for reward in run.series("reward", rollouts(run))[1]] if is_rl else run.series("loss")[1]
+    size = rate * steps * run.setting.spacings_per_rate
+    level: Level = "green"
+    evidence = f"{steps} steps at {rate:g} move weights by {size:.2g} of their bfloat16 spacing"
+    if size < SMALL_UPDATE and not (values and fall(values).is_by(LOSS_FALL_SHARE)):
+        evidence += f"; the {'reward does not rise' if is_rl else 'loss does not fall'} by step {run.step}"
+        level = "yellow"
+    cause = "the learning rate is too small for so few steps"
+    return Flag("update size", level, evidence, cause, "train.learning_rate, higher")
 
 
 def held_out_completions(run: RunHistory) -> Flag | None:
@@ -393,7 +413,7 @@ def clip_fraction(run: RunHistory) -> Flag | None:
     """Judge the share of ratios outside the clip on steps after an update, beside the share that rounding alone puts there."""
     stale = [row for row in run.rows if row.get("policy/staleness")][-KL_STEPS:]
     steps, shares = run.series("policy/clipped_ratio_fraction", stale)
-    if len(shares) < MIN_KL_STEPS:
+    if len(shares) < (FEW_CLIPPED_ROWS if shares and min(shares) > MOSTLY_CLIPPED else MIN_KL_STEPS):
         return None
     clipped, by_rounding = statistics.fmean(shares), run.series("policy/clipped_by_rounding")[1]
     evidence = f"{clipped:.0%} of the ratios of steps {steps[0]} to {steps[-1]} are outside the clip"
@@ -403,6 +423,18 @@ def clip_fraction(run: RunHistory) -> Flag | None:
         if by_rounding[0] > clipped / 2:
             why = "rounding moves the ratios by more than the clip", "train.epsilon, left out to follow the noise"
     return Flag("clip fraction", level_above(clipped, CLIPPED_SHARE, 1.0), evidence, *why)
+
+
+def gradient_clipping(run: RunHistory) -> Flag | None:
+    """Judge by how much train.max_grad_norm scales most steps' gradients down."""
+    steps, coefficients = run.series("policy/clip_coefficient", run.rows[-KL_STEPS:])
+    if len(coefficients) < MIN_KL_STEPS:
+        return None
+    median = statistics.median(coefficients)
+    evidence = f"gradients of steps {steps[0]} to {steps[-1]} were scaled by {median:.2g} in the median"
+    cause = "most gradients exceed train.max_grad_norm, so their sizes no longer weigh the steps"
+    level: Level = "yellow" if median < SCALED_DOWN else "green"
+    return Flag("gradient clipping", level, evidence, cause, "train.max_grad_norm, higher")
 
 
 def entropy(run: RunHistory) -> Flag | None:
@@ -460,7 +492,12 @@ def completions_end(run: RunHistory) -> Flag | None:
     start = statistics.fmean(run.series(key)[1][:MIN_ROLLOUTS])
     cause = "completions are cut before they end" if part < 1 else "no completion ends before it is cut"
     knob = "train.max_completion_length, higher"
-    if start < (yellow + red) / 2:
+    pooled, drawn = (part + start) / 2, MIN_ROLLOUTS * max(1, run.setting.rollout)
+    change = (part - start) / math.sqrt(2 * pooled * (1 - pooled) / drawn) if 0 < pooled < 1 else 0.0
+    if change < -CHANCE_Z:
+        level = "yellow" if level == "red" else level
+        cause = "completions are still cut before they end, although fewer than at first"
+    elif change > CHANCE_Z and start < (yellow + red) / 2:
         cause, knob = "the policy learns to write without an end", "cogumi.rewards"
         recent = run.series(key, rows[-2 * ROLLOUTS :])[1]
         if level == "red" and (len(recent) < 2 * ROLLOUTS or min(recent) <= red):
@@ -547,7 +584,7 @@ def sampler_difference(run: RunHistory) -> Flag | None:
 
 
 COMMON: tuple[Rule, ...] = (
-    finite_numbers, learning_rate, gradient_norm, adapter_moves, held_out_completions, waiting_for_data,
+    finite_numbers, learning_rate, gradient_norm, adapter_moves, update_size, held_out_completions, waiting_for_data,
 )  # fmt: skip
 RULES: dict[str, tuple[Rule, ...]] = {
     "sft": (
@@ -556,7 +593,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "dpo": (*COMMON, learned_tokens, padding, loss_trend, preferences),
     "gspo": (
-        *(*COMMON, kl_to_the_sampler, clip_fraction, entropy, reward_varies, completions_end),
+        *(*COMMON, kl_to_the_sampler, clip_fraction, gradient_clipping, entropy, reward_varies, completions_end),
         *(tool_calls, episodes_end, scored, sampler_weights, sampler_difference),
     ),
 }

@@ -1,6 +1,7 @@
 """Watches a training: measures what the trainer does not log, judges the run, and does what `cogumi.on_red` says."""
 
 import logging
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from cogumi.config.schema import Thresholds
 from cogumi.core.run_directory import read_json, write_json
 from cogumi.health.data_checks import examine_batches, measure_pairs
 from cogumi.health.flags import BatchStatistics, Flag, RunHistory, RunSettings, read_samples, red_flags
-from cogumi.health.rules import PAIR_T, SETTLED_STEP, is_not_finite, token_frequencies
+from cogumi.health.rules import FIRST_FIGURES, PAIR_T, SETTLED_STEP, is_not_finite, token_frequencies
 from cogumi.health.verdict import Check, judge
 from cogumi.patches.trl_internals import wrap_method
 from cogumi.stack.ranks import Ranks, whole_tensor
@@ -31,6 +32,7 @@ FIRST_ROWS, LATEST_ROWS = 10, 100
 EARLY_STEPS, JUDGE_EVERY = 25, 5  # optimizer steps between judgements; twice as many after the early ones
 WRITE_SECONDS = 30.0
 PAIRS_AGAIN_STEPS = 80  # after which prompts and completions are compared with the model as it is then
+LARGEST_CHANGE = 3.0  # of a trained weight; most are hundredths, and Adam moves one by the rate in a step
 SAMPLED_ELEMENTS = 256  # of each trained tensor, to see whether it moves
 
 
@@ -80,6 +82,7 @@ class Sentinel(TrainerCallback):
         self.first: list[dict[str, Any]] = []
         self.latest: deque[dict[str, Any]] = deque(maxlen=LATEST_ROWS)
         self.flags: list[Flag] = []
+        self.saved_flags: list[Flag] = []  # of the run that this one resumes
         self.was_red: dict[str, tuple[int, Flag]] = {}
         self.acted_on: set[str] = set()
         self.ended: EarlyEnd | None = None
@@ -91,7 +94,9 @@ class Sentinel(TrainerCallback):
 
     def begin(self) -> None:
         if self.path.exists():  # of the run that this one resumes
-            for record in read_json(self.path)["was_red"]:
+            saved = read_json(self.path)
+            self.saved_flags = [Flag(**flag) for flag in saved["flags"]]
+            for record in saved["was_red"]:
                 self.was_red[record["name"]] = record.pop("step"), Flag(**record)
         with self.excused():
             if self.method != "gspo":
@@ -137,10 +142,10 @@ class Sentinel(TrainerCallback):
             row["seen/broken"] = find_broken_weight(self.trainer.model)
         self.remember(row)
         step, every = state.global_step, JUDGE_EVERY if state.global_step <= EARLY_STEPS else 2 * JUDGE_EVERY
-        due = step - self.judged_at >= every or step in (1, self.sanity, state.max_steps)
+        due = step - self.judged_at >= every or step in (1, FIRST_FIGURES, self.sanity, state.max_steps)
         if not (due or "seen/broken" in row):
             return
-        self.judged_at = step
+        self.judged_at = step if step != FIRST_FIGURES else self.judged_at
         if not self.moved:
             moved = max(changes_since(self.trainer.model, self.start).values(), default=0.0)
             row["seen/moved"] = self.ranks.tell(moved)
@@ -175,7 +180,8 @@ class Sentinel(TrainerCallback):
     def look(self, step: int, write: bool = False) -> None:
         """Judge, log flags that are red for the first time, and write flags.json if a flag changed, else every WRITE_SECONDS."""
         before = {(flag.name, flag.level) for flag in self.flags if flag.level != "green"}
-        self.flags = judge(self.run())
+        # Resumed after its last step, it has no rows: what those of the earlier process showed still holds.
+        self.flags = judge(self.run(), [] if self.first else self.saved_flags)
         for flag in red_flags(self.flags):
             if flag.name not in self.was_red:
                 self.was_red[flag.name] = step, flag
@@ -227,7 +233,33 @@ def setting_of(trainer: Any, method: str) -> RunSettings:
         loss=",".join(loss) if isinstance(loss, list) else str(loss),
         fp16=args.fp16,
         rollout=getattr(args, "generation_batch_size", 0) or 0,
+        spacings_per_rate=0.0 if trainer.is_fsdp_enabled else spacings_per_rate(trainer.model),
     )
+
+
+def spacings_per_rate(model: Any) -> float:
+    """Return the median over trained matrices of a weight's movement where each trained number moves by 1, in spacings.
+
+    A spacing is that of bfloat16 at the matrix's root mean square. Of LoRA B moves, from 0: the product's entries then are
+    `scaling * sqrt(r) * rms(A)`, as the signs of its r terms differ. 0 where no weight can be read, as a quantized one.
+    """
+    ratios = []
+    for name, module in model.named_modules():
+        factors, base = getattr(module, "lora_A", {}), getattr(module, "base_layer", None)
+        weight = getattr(base if factors else module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point() or ".lora_" in name:
+            continue
+        moves = [1.0] if weight.requires_grad else []
+        moves += [module.scaling[key] * len(a.weight) ** 0.5 * root_mean_square(a.weight) for key, a in factors.items()]
+        spacing = root_mean_square(weight) * torch.finfo(torch.bfloat16).eps
+        if moves and spacing > 0:
+            ratios.append(max(moves) / spacing)
+    return statistics.median(ratios) if ratios else 0.0
+
+
+def root_mean_square(weight: Tensor) -> float:
+    sample = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLED_ELEMENTS)]
+    return float(sample.float().square().mean().sqrt())
 
 
 def other_versions(output_dir: str | None, step: int) -> str:
@@ -258,6 +290,9 @@ def changes_since(model: Any, start: dict[str, Tensor]) -> dict[str, float]:
 def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
     """Check that training changed the weights. Only B of an adapter counts: weight decay moves A without a gradient."""
     changes = changes_since(model, start)
+    if (largest := max(changes.values(), default=0.0)) > LARGEST_CHANGE:
+        figure, required = f"largest change {largest:.2e}", f"at most {LARGEST_CHANGE:g}"
+        return Check("weights", figure, required, False, "lower train.learning_rate: the model is destroyed")
     if tuning == "full":
         moved = sum(change > 0 for change in changes.values())
         figure = f"{moved} of {len(changes)} tensors moved, by {max(changes.values(), default=0.0):.2e} at most"

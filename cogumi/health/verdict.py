@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cogumi.core.durability import NO_SPACE
@@ -17,6 +18,7 @@ from cogumi.health.flags import (
     Flag,
     RunHistory,
     fall,
+    noise,
     number,
     red_flags,
     resolve_consequences,
@@ -26,8 +28,9 @@ from cogumi.health.rules import FEW_LOSS_ROWS, RULES, TREND_Z, UNSETTLED_STEPS, 
 from cogumi.rl.watch import RECORD
 
 log = logging.getLogger("cogumi")
+DIVERGED_SHARE = 0.5  # of the first loss, by which the last ones are above it
 RAISED = "it raised "  # how the evidence of a flag begins that is a failed check
-COSTS_TIME = {"waiting for data", "clip fraction"}  # flags that say nothing of what is learned
+COSTS_TIME = {"waiting for data", "clip fraction", "gradient clipping"}  # flags that say nothing of what is learned
 
 
 class Scale(StrEnum):
@@ -41,8 +44,8 @@ class Scale(StrEnum):
         return self is Scale.YES
 
 
-def judge(run: RunHistory) -> list[Flag]:
-    """Return the flags of a run so far, red ones first. A rule that has too few rows yet gives none."""
+def judge(run: RunHistory, saved: Sequence[Flag] = ()) -> list[Flag]:
+    """Return the flags of a run so far, red ones first. A rule that has too few rows yet gives none. saved: they replace."""
     flags = []
     for rule in RULES[run.setting.method]:
         try:
@@ -50,7 +53,7 @@ def judge(run: RunHistory) -> list[Flag]:
         except Exception as error:  # noqa: BLE001  a training does not end because a rule does
             check = failed_check(rule.__name__, error)
             flags.append(Flag(check.name, "yellow", check.figure, "the rule is wrong", "report it"))
-    return resolve_consequences([flag for flag in flags if flag is not None])
+    return resolve_consequences([*(flag for flag in flags if flag is not None), *saved])
 
 
 def safe_to_scale(run: RunHistory, flags: Sequence[Flag], was_red: Iterable[Flag] = ()) -> tuple[Scale, str]:
@@ -64,6 +67,9 @@ def safe_to_scale(run: RunHistory, flags: Sequence[Flag], was_red: Iterable[Flag
     if red := list({flag.name: flag for flag in [*red, *red_flags(flags)]}.values()):
         return Scale.NO, "; ".join(f"{flag.name}: {flag.cause} ({flag.knob})" for flag in red)
     answer, why = judge_reward(run) if run.setting.method == "gspo" else judge_loss(run)
+    small = now.get("update size")
+    if not answer and small is not None and small.level == "yellow":
+        return answer, f"{why}; {small.cause} ({small.knob})"
     yellow = [flag for flag in flags if flag.level == "yellow" and flag.name not in COSTS_TIME]
     if answer and yellow:
         return Scale.NOT_SHOWN, f"{why}, and {yellow[0].name} is yellow: {yellow[0].cause} ({yellow[0].knob})"
@@ -191,6 +197,23 @@ def judge_training(metrics: list[dict[str, Any]], steps: int, max_steps: int, ea
     figure, required = f"{finite} of {len(logged)} logged values finite", "all, and a training loss among them"
     fix = "lower train.learning_rate" if has_loss else "set train.logging_steps to train.max_steps or less"
     return [done, Check("loss and gradient norm", figure, required, finite == len(logged) > 0 and has_loss, fix)]
+
+
+def judge_divergence(metrics: list[dict[str, Any]]) -> list[Check]:
+    """Return a failed check for each of the losses that ended far above its start. Two are enough; eight are held closer."""
+    checks = []
+    for key, name in (("loss", "loss diverged"), ("eval_loss", "held-out loss diverged")):
+        losses = [value for row in metrics if (value := number(row, key)) is not None]
+        if len(losses) < 2:
+            continue
+        start, end = min(losses[0], median(losses[:3])), median(losses[-max(1, len(losses) // 4) :])
+        limit = max(2 * start, start + 1)
+        if len(losses) >= FEW_LOSS_ROWS:
+            limit = min(limit, start + max(5 * noise(losses), DIVERGED_SHARE * start))
+        if end > limit:
+            required, fix = f"at most {limit:.3g}", "lower train.learning_rate, to a tenth"
+            checks.append(Check(name, f"from {start:.3g} to {end:.3g}", required, False, fix))
+    return checks
 
 
 def count_finite(values: Sequence[Any]) -> int:

@@ -5,6 +5,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -29,7 +30,14 @@ from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, loss_values
 from cogumi.patches.vllm_engine import engine_options
-from cogumi.rewards.functions import THOUGHT_COLUMNS, on_visible, parameters_of, reads_thoughts, with_thoughts
+from cogumi.rewards.functions import (
+    THOUGHT_COLUMNS,
+    on_visible,
+    parameters_of,
+    reads_thoughts,
+    with_columns,
+    with_thoughts,
+)
 from cogumi.rewards.named_rewards import (
     RUN_SETTINGS,
     SAMPLE,
@@ -138,6 +146,31 @@ def rollout_rows(run: RunConfig) -> int:
     return int(run.setting("per_device_train_batch_size") * steps)
 
 
+@dataclass(frozen=True)
+class RolloutSize:
+    """Completions and prompts that all processes sample at a time, and the optimizer steps that train on them."""
+
+    completions: int
+    prompts: int
+    steps: int
+
+    def __str__(self) -> str:
+        used = f"used in {self.steps} optimizer step" + "s" * (self.steps > 1)
+        return f"{self.completions} completions of {self.prompts} prompts, {used}"
+
+
+def rollout_size(run: RunConfig) -> RolloutSize:
+    """Return the size of a run's rollouts. run: as one process trains it (`split_step`)."""
+    rows, group = rollout_rows(run), run.setting("num_generations")
+    if is_planned(run):
+        step = step_sizes(run)[1]
+    else:
+        step = run.setting("per_device_train_batch_size") * run.setting("gradient_accumulation_steps")
+    completions = rows * run.cogumi.process_count
+    steps = max(1, rows * run.setting("num_iterations") // step)
+    return RolloutSize(completions, completions // group, steps)
+
+
 def provisional_batch(run: RunConfig) -> dict[str, Any]:
     """Check the size of a step, and make a batch of that size for TRL's checks until the model is loaded."""
     for key in (key for key in PLANNED if run.train.get(key) is not None):
@@ -219,6 +252,13 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         log.warning("%s", repeated)
     rewards, stops = read_rewards(run), run.cogumi.stop
     refuse_missing_columns(rewards, dataset.column_names)
+    graded_texts: list[Any] = []  # of this process, as the first reward got them
+
+    def remember_graded(columns: dict[str, Any]) -> dict[str, Any]:
+        graded_texts[:] = columns.get("completions", [])
+        return columns
+
+    rewards = [with_columns(reward, remember_graded) if not i else reward for i, reward in enumerate(rewards)]
     rewards = graded_as_seen(run, rewards, common["processing_class"])
     if run.cogumi.thinking is not None:
         apply_thinking(run.cogumi.thinking, args, common["processing_class"])
@@ -228,6 +268,7 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
     with engine_options(**engine_of(run)):
         trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does
+    trainer.cogumi_graded = graded_texts
     check_sampler(trainer)
     if getattr(trainer, "vllm_generation", None) is not None:
         end_at_end_tokens(trainer)

@@ -15,8 +15,9 @@ from cogumi.core.notices import show_seconds
 from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, describe_value
 from cogumi.methods.examples import Shares, account_for, describe_unused, prepare_examples, render_prompts
-from cogumi.methods.gspo import task_of
+from cogumi.methods.gspo import rollout_size, task_of
 from cogumi.methods.preparation import load_run_tokenizer, prepare_base
+from cogumi.methods.step_split import split_step
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +72,13 @@ def preview(run: RunConfig, examples: int = 3) -> Preview:
     note = prepared.train.note.removesuffix(" chosen")
     dropped = [line for data in prepared.parts() for line in data.examples_dropped()]
     rows = prepared.train.dataset.select(range(min(examples, len(prepared.train.dataset))))
-    tools = task_of(run).schemas if run.cogumi.method == "gspo" else []
+    is_rl = run.cogumi.method == "gspo"
+    tools = task_of(run).schemas if is_rl else []
+    rollout = [f"rollout: {rollout_size(split_step(run, run.cogumi.process_count))}"] if is_rl else []
     return Preview(
         train=account_for(prepared.train),
         held_out=None if prepared.held_out is None else account_for(prepared.held_out),
-        reports=(*prepared.sources, *([f"{note} kept ({why})"] if note else []), *dropped),
+        reports=(*prepared.sources, *([f"{note} kept ({why})"] if note else []), *dropped, *rollout),
         lengths=tuple(prepared.train.lengths.buckets(BARS)),
         examples=tuple(tuple(split_example(row, tokenizer, tools, run.cogumi.thinking)) for row in rows),
         max_length=prepared.max_length,

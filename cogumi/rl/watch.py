@@ -25,6 +25,7 @@ from cogumi.patches.trl_internals import (
     PREPARE_INPUTS,
     TOKEN_LOGPS,
     discard_metrics,
+    logged_completions,
     logged_metrics,
     observe_rollouts,
     rollout_position,
@@ -53,6 +54,7 @@ FP32_HEAD = "Take an fp32 head on both sides"
 EXACT_TRL = "With cogumi.backend: trl they were 1 to the bit where this was measured (docs/measured.md); take it"
 LIBRARIES = ("trl.", "transformers.", "unsloth", "cogumi.")  # modules whose functions are not the user's
 EXTREMES = {f"{PREFIX}max_ratio": max, f"{PREFIX}min_ratio": min}
+ADVANTAGES = {f"{PREFIX}max_advantage": max, f"{PREFIX}min_advantage": min}
 
 
 def watch(trainer: Any, record: str | Path | None = None) -> "LossWatch":
@@ -83,6 +85,7 @@ class LossWatch(TrainerCallback):
         self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.compute_watched_loss
         check_sampler(trainer)
         observe_rollouts(trainer, self.on_rollout)
+        wrap_method(trainer, "log", self.log_clip_coefficient)
         if backend_of(trainer) == "unsloth":
             score_old_by_training_pass(trainer, self.compute_loss)
 
@@ -130,11 +133,24 @@ class LossWatch(TrainerCallback):
         micro_batches = rollout_position(self.trainer)[0] % rollout
         self.rollout_step = state.global_step - micro_batches // args.gradient_accumulation_steps
 
+    def log_clip_coefficient(self, log_row: Callable[..., None], logs: dict[str, Any], *more: Any) -> None:
+        """Add the factor that train.max_grad_norm scaled the logged gradient by, as `clip_grad_norm_` computes it."""
+        if (norm := logs.get("grad_norm")) is not None:
+            longest = self.trainer.args.max_grad_norm or math.inf  # 0 and None do not clip
+            logs[f"{PREFIX}clip_coefficient"] = min(1.0, longest / norm) if norm > 0 else 1.0
+        log_row(logs, *more)
+
     def on_rollout(self, make: Callable[[Any], Any], inputs: Any) -> Any:
         self.guard()  # an evaluation before training is a rollout too
         if self.trainer.model.training:
             self.rollout_step = self.trainer.state.global_step
-        return make(inputs)
+        batch = make(inputs)
+        if self.trainer.model.training:
+            advantages = list(logged_completions(self.trainer)["advantages"])  # of all processes
+            logged = logged_metrics(self.trainer, "train")
+            for name in ADVANTAGES:
+                logged[name] = [ADVANTAGES[name]([*logged[name], *advantages])]
+        return batch
 
     def compute_watched_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         if not self.trainer.model.training:

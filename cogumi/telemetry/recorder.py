@@ -9,7 +9,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -246,28 +246,44 @@ MAX_LOOKS, MIN_LOOK_STEPS = 10, 50  # if the config does not say: at most so man
 
 def record_rollouts(trainer: Any, telemetry: Telemetry) -> None:
     """Have each rollout of a trainer written down, from what TRL keeps for its table of completions."""
+    numbers: dict[str, int] = {}  # of rows, by their prompts
 
     def record(make: Callable[[Any], Any], inputs: Any) -> Any:
         batch = make(inputs)
         if trainer.model.training:
-            row = {"step": trainer.state.global_step + 1, **rollout_row(trainer)}
+            if not numbers:
+                for number, prompt in enumerate(trainer.train_dataset["prompt"]):
+                    numbers.setdefault(transcript_of(prompt), number)
+            row = {"step": trainer.state.global_step + 1, **rollout_row(trainer, numbers)}
             telemetry.write_unless_full(lambda: append_jsonl(telemetry.run_dir / ROLLOUTS, row))
         return batch
 
     observe_rollouts(trainer, record)
 
 
-def rollout_row(trainer: Any) -> dict[str, Any]:
-    """Return the row of the rollout that a trainer just made; a reward is NaN if no function scored the completion."""
+def rollout_row(trainer: Any, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Return the row of the rollout that a trainer just made; a reward is NaN if no function scored the completion.
+
+    numbers: of the training data's rows, by prompt; of rows with the same prompt the first. What rewards were given of
+    another process's completions is not known here.
+    """
     logs, weights = logged_completions(trainer), trainer.reward_weights.tolist()
     rewards = {name: [round(value, 6) for value in values] for name, values in logs["rewards"].items()}
     total = [weighted_sum(scores, weights) for scores in zip(*rewards.values(), strict=True)]
-    prompts, completions = map(transcript_of, logs["prompt"]), map(transcript_of, logs["completion"])
-    rows = [
-        {"prompt": prompt[-MAX_CHARACTERS:], "completion": completion[:MAX_CHARACTERS], "reward": reward}
-        for prompt, completion, reward in zip(prompts, completions, total, strict=True)
+    prompts, completions = [*map(transcript_of, logs["prompt"])], [*map(transcript_of, logs["completion"])]
+    graded = getattr(trainer, "cogumi_graded", [])
+    shown = [
+        {
+            "row": numbers.get(prompts[n]),
+            "prompt": prompts[n][-MAX_CHARACTERS:],
+            "completion": completions[n][:MAX_CHARACTERS],
+            "graded": transcript_of(graded[n])[:MAX_CHARACTERS] if n < len(graded) else None,
+            "reward": total[n],
+            "rewards": {name: values[n] for name, values in rewards.items()},
+        }
+        for n in spread_by_reward(total)
     ]
-    return {"reward": total, "rewards": rewards, "shown": [rows[n] for n in spread_by_reward(total)]}
+    return {"reward": total, "rewards": rewards, "shown": shown}
 
 
 def weighted_sum(rewards: tuple[float, ...], weights: list[float]) -> float:

@@ -36,7 +36,7 @@ from cogumi.core.run_directory import (
 from cogumi.disk.callback import DiskMonitorCallback
 from cogumi.forecast.disk_forecast import forecast_trainer
 from cogumi.health.sentinel import EarlyEnd, Sentinel, judge_moved
-from cogumi.health.verdict import Check, attempt, judge_gspo, judge_training
+from cogumi.health.verdict import Check, attempt, judge_divergence, judge_gspo, judge_training
 from cogumi.methods import dpo
 from cogumi.methods.examples import Examples
 from cogumi.stack.ranks import Ranks
@@ -293,6 +293,8 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
         checks += attempt("reference", dpo.judge_dpo, metrics, trainer.args)
     if options.method == "gspo":
         checks += attempt("rewards", judge_gspo, metrics, run_dir)
+    else:
+        checks += attempt("loss", judge_divergence, metrics)
 
 
 def even_batch(rows: int, batch: int, count: int) -> int:

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +283,10 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
             log.warning(warning)
     if prepared.original is not None:
         log.info("merge: %s", prepared.original)
+    if run.cogumi.method == "gspo":
+        rollout = gspo.rollout_size(run)
+        log.info("rollout: %s", rollout)
+        write_section(run_dir / DECISIONS, "rollout", asdict(rollout))
     if prepared.sandbox:
         log.info("%s", prepared.sandbox)
         write_section(run_dir / DECISIONS, "sandbox", {"what": prepared.sandbox})
