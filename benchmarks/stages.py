@@ -35,13 +35,13 @@ def run(quick: bool = False) -> Iterator[Row]:
             result = compare_models(models, load_config("smoke/chat-gspo", model__name=str(sft.merged)), ROWS)
         for name in models:
             exact[name].append(result.mean("exact_answer", name))
-        assert result.answers is not None
-        right.append(sum(result.written["GSPO"][each].strip() == result.answers[each] for each in result.shown(5)))
+        right.append(sum(result.scores["exact_answer"]["GSPO"][shown] for shown in result.shown(5)))
     for name, shares in exact.items():
         yield mean_row("stages", name, "exactly right", shares)
     for (before, after), expected in GAINS.items():
         gains = [b - a for a, b in zip(exact[before], exact[after], strict=True)]
-        target = "" if quick else f">= {expected}"
-        yield mean_row("stages", f"{after} - {before}", "exactly right", gains, target=target)
+        yield mean_row(
+            "stages", f"{after} - {before}", "exactly right", gains, target="" if quick else f">= {expected}"
+        )
         yield row("stages", f"{after} - {before}", "seeds in which it rose", sum(gain > 0 for gain in gains))
     yield mean_row("stages", "GSPO", "of the five prompts shown, exactly right", right)
