@@ -18,7 +18,7 @@ from cogumi.runs.entry import train
 SEEDS = (1, 2, 3, 4, 5)
 ROWS = 200
 QUICK = {"sft": 4, "gspo": 2}  # optimizer steps
-GAINS = {("base", "SFT"): 0.10, ("SFT", "GSPO"): 0.03}
+GAINS = {("base", "SFT"): ">= 0.1", ("SFT", "GSPO"): ">= 0.03"}
 
 
 def run(quick: bool = False) -> Iterator[Row]:
@@ -38,10 +38,8 @@ def run(quick: bool = False) -> Iterator[Row]:
         right.append(sum(result.scores["exact_answer"]["GSPO"][shown] for shown in result.shown(5)))
     for name, shares in exact.items():
         yield mean_row("stages", name, "exactly right", shares)
-    for (before, after), expected in GAINS.items():
+    for (before, after), target in GAINS.items():
         gains = [b - a for a, b in zip(exact[before], exact[after], strict=True)]
-        yield mean_row(
-            "stages", f"{after} - {before}", "exactly right", gains, target="" if quick else f">= {expected}"
-        )
+        yield mean_row("stages", f"{after} - {before}", "exactly right", gains, target="" if quick else target)
         yield row("stages", f"{after} - {before}", "seeds in which it rose", sum(gain > 0 for gain in gains))
     yield mean_row("stages", "GSPO", "of the five prompts shown, exactly right", right)
