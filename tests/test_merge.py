@@ -398,7 +398,7 @@ def test_auto_writes_float32_where_bfloat16_loses_the_update(
     adapter = small_adapter(llama_base, tmp_path / "adapter", size)
     kept = kept_by_hand(llama_base, adapter)
     assert (kept > 0.98) is (written == "keep")
-    report = merge_adapter(adapter, tmp_path / "auto", base=llama_base, progress=False)
+    report = merge_adapter(adapter, tmp_path / "auto", base=llama_base, dtype="auto", progress=False)
     manifest, config = builders.manifest_of(report.out), json.loads((report.out / "config.json").read_text())
     assert (report.dtype, manifest["dtype"]) == (written, written)
     assert config["dtype"] == ("bfloat16" if written == "keep" else "float32")
@@ -421,7 +421,7 @@ def test_a_disk_without_room_for_float32_keeps_the_dtype_of_the_base(
     adapter = small_adapter(llama_base, tmp_path / "adapter", 0.0005)
     stored = sum(path.stat().st_size for path in llama_base.glob("*.safetensors"))
     disk = mount("tmpfs", f"size={int(stored * 1.7)}")
-    report = merge_adapter(adapter, disk / "out", base=llama_base, progress=False)
+    report = merge_adapter(adapter, disk / "out", base=llama_base, dtype="auto", progress=False)
     assert report.dtype == "keep"
     assert "merge with --dtype float32" in str(report)
     assert report.delta_retained is not None

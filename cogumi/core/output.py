@@ -115,7 +115,9 @@ def with_options(message: str, words: list[str]) -> str:
     """Name the options of a merge command in a message that names the Python function's arguments."""
     if words[:1] not in (["merge"], ["inspect"], ["certify"]):
         return message
-    return re.sub(r"\b(base=|base_mode=|base_mode\b|base_revision\b)", lambda match: AS_OPTIONS[match[0]], message)
+    return re.sub(
+        r"(?<![\w./])(base=|base_mode=|base_mode\b|base_revision\b)", lambda match: AS_OPTIONS[match[0]], message
+    )
 
 
 def after_interrupt(words: list[str]) -> str:
