@@ -286,7 +286,8 @@ def compare(
         raise UsageError(f"{models[0]} is compared with nothing", fix="name a second model, such as base")
     run_dirs = [model for model in models if is_run(Path(model))]
     if config is None and not run_dirs:
-        raise UsageError("no configuration, whose held-out prompts are completed", key="--config", fix="name a YAML")
+        message = f"none of {', '.join(models)} is a run, whose configuration would say which prompts are held out"
+        raise UsageError(message, key="--config", fix="name a YAML")
     run = load_config(config or Path(run_dirs[-1], "config.yaml"))
     names = [model if model not in models[:at] else f"{model} ({at + 1})" for at, model in enumerate(models)]
     use_one_gpu()  # before torch is imported
