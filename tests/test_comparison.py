@@ -18,6 +18,7 @@ from cogumi.core.run_directory import read_jsonl
 from cogumi.evaluation.comparison import Comparison, compare_models
 from cogumi.evaluation.paired import compare_paired, sign_test
 from cogumi.evaluation.saved_models import config_of
+from cogumi.methods.examples import prepare_examples
 from cogumi.models.loading import load_model, load_tokenizer, read_base
 from cogumi.notebook import completions
 
@@ -117,6 +118,32 @@ def test_a_trained_run_is_better_than_its_base_equal_to_itself_and_better_than_a
     assert not any("trained with other data" in note for note in report["notes"])
 
 
+def test_the_likelihood_of_the_answers_is_the_held_out_loss(
+    finished_chat: FinishedRun, command_line: CommandLine
+) -> None:
+    """Of the run itself, whose last `eval_loss` TRL's trainer measured; the base has the one before the first step."""
+    home = finished_chat.home
+    status, output, beside = command_line("compare", "base", home, "--score", "log_likelihood", "--json")
+    assert status == 0, beside
+    report, run = json.loads(output), load_config(home / "config.yaml")
+    prompts = prepare_examples(run, load_tokenizer(home / "merged"), None, 200).prompts
+    assert prompts is not None
+    lengths = np.array([len(ids) for ids in prompts["answer_ids"]])
+    losses = [row["eval_loss"] for row in read_jsonl(home / "metrics.jsonl") if "eval_loss" in row]
+    for model, loss in (("base", losses[0]), (str(home), losses[-1])):
+        likelihoods = np.array(report["scores"]["log_likelihood"][model])
+        assert -(likelihoods * lengths).sum() / lengths.sum() == pytest.approx(loss, abs=2e-3)
+    (pair,) = report["pairs"]
+    assert (pair["verdict"], pair["rows"]) == ("better", len(lengths))
+
+
+def test_prompts_without_a_learned_answer_have_no_likelihood(command_line: CommandLine) -> None:
+    models = ("cogumi:small-base", "cogumi:small-base", "--config", "smoke/chat-gspo", "--score", "log_likelihood")
+    status, _, beside = command_line("compare", *models)
+    assert status == 2
+    assert "--score log_likelihood" in beside
+
+
 def test_other_held_out_rows_are_noted_and_other_vocabularies_refused(
     finished_chat: FinishedRun, tmp_path: Path
 ) -> None:
@@ -149,7 +176,7 @@ def test_a_function_of_the_user_scores_and_its_error_is_one_line(
 
 REFUSED = {
     "base": "base is compared with nothing; name a second model",
-    "base nowhere": "--config: no configuration",
+    "base nowhere": "--config: none of base, nowhere is a run",
     "base RUN --score rewards": "--score rewards: the configuration has no cogumi.rewards",
     "base RUN --score fluency": "no reward 'fluency'",
     "base RUN --score final_number --config CONFIG": "no rows are held out",

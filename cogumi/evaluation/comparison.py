@@ -22,7 +22,7 @@ from cogumi.methods.examples import DATA, Examples, prepare_examples, render_pro
 from cogumi.methods.gspo import task_of
 from cogumi.methods.preparation import load_run_tokenizer, prepare_base
 from cogumi.models.base import RunBase
-from cogumi.models.completion import complete_with_ends
+from cogumi.models.completion import complete_with_ends, mean_log_likelihood
 from cogumi.models.loading import load_tokenizer, read_base
 from cogumi.rewards.distribution import weighted_total
 from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of
@@ -30,6 +30,8 @@ from cogumi.telemetry.status import is_run
 
 log = logging.getLogger("cogumi")
 REWARDS = "rewards"  # the score that is the weighted total of the configuration's rewards
+LOG_LIKELIHOOD = "log_likelihood"  # of the expected answer, in nats a token: minus its loss
+LIKELIHOOD_DIGITS = 3  # rounding differs between a merged model and its adapter, and is no difference of the models
 ANSWER_SCORES = ("exact_answer", "answer_similarity")
 ANSWER_COLUMNS = ("answer", "middle", "chosen")
 BATCH_ROWS = 50
@@ -91,8 +93,8 @@ def compare_models(
         models: By name: `base` (the configuration's), the directory of a run, adapter, model or checkpoint, or a hub id.
         run: The configuration. If its model is not on this machine, prompts are rendered as for the last of `models`.
         rows: At most so many prompts.
-        scores: `rewards` (those of the configuration), names of rewards, or `file.py:function`. By default exact match with
-            the expected answer, its edit similarity, and the rewards, if there are any.
+        scores: `rewards` (those of the configuration), `log_likelihood` of the expected answer (sft, dpo), names of rewards,
+            or `file.py:function`. By default the likelihood, exact match, edit similarity, and the rewards, if there are any.
 
     Raises:
         UsageError: No rows are held out, nothing could score them, or a model does not fit the configuration's tokenizer.
@@ -112,6 +114,7 @@ def compare_models(
     examples = prepare_examples(run, tokenizer, base.config if base else None, rows)
     prompts, ids, columns = read_held_out(run, examples, tokenizer, rows)
     rewards = read_scores(run, columns, scores)
+    answers = list(zip(ids, columns.pop("answer_ids", []), strict=False)) if LOG_LIKELIHOOD in rewards else []
     max_new_tokens = run.train.get("max_completion_length") or MAX_NEW_TOKENS
     if run.cogumi.method != "gspo":
         answer_lengths = map(len, tokenizer(columns["answer"])["input_ids"])
@@ -120,11 +123,17 @@ def compare_models(
     scored: dict[str, dict[str, list[float]]] = {score: {} for score in rewards}
     for name, setup in setups.items():
         log.info("%s completes %d held-out prompts", name, len(ids))
-        written[name] = complete(setup, tokenizer, ids, max_new_tokens, run.cogumi.stop)
+        with LoadedModels(setup.files).model_of(setup.columns[-1]) as model:
+            written[name] = complete(model, tokenizer, ids, max_new_tokens, run.cogumi.stop)
+            likelihoods = [round(mean_log_likelihood(model, *answer), LIKELIHOOD_DIGITS) for answer in answers]
+        del model
+        gc.collect()  # models hold reference cycles
         cells = [{key: values[at] for key, values in columns.items()} for at in range(len(prompts))]
         completions = [Scored(0, *row) for row in zip(written[name], prompts, cells, strict=True)]
         for score, (functions, weights) in rewards.items():
-            scored[score][name] = weighted_total(call_rewards(run, functions, completions), weights)
+            scored[score][name] = likelihoods
+            if score != LOG_LIKELIHOOD:
+                scored[score][name] = weighted_total(call_rewards(run, functions, completions), weights)
     notes = [f"greedy completions of at most {max_new_tokens} tokens"]
     notes += [f"below {MIN_ROWS} prompts the interval is too narrow"] if len(prompts) < MIN_ROWS else []
     notes += [note for name, place in models.items() if (note := describe_other_data(name, Path(place), examples))]
@@ -132,13 +141,9 @@ def compare_models(
     return Comparison(asked, columns.get("answer"), written, scored, tuple(notes))
 
 
-def complete(setup: ChatSetup, tokenizer: Any, ids: list[list[int]], length: int, stops: Sequence[str]) -> list[str]:
-    """Complete the prompts with the last model of a setup, and release it: models hold reference cycles."""
+def complete(model: Any, tokenizer: Any, ids: list[list[int]], length: int, stops: Sequence[str]) -> list[str]:
     batches = [ids[at : at + BATCH_ROWS] for at in range(0, len(ids), BATCH_ROWS)]
-    with LoadedModels(setup.files).model_of(setup.columns[-1]) as model:
-        completed = [complete_with_ends(model, tokenizer, batch, length, stops) for batch in batches]
-    del model
-    gc.collect()
+    completed = [complete_with_ends(model, tokenizer, batch, length, stops) for batch in batches]
     return [text for batch in completed for text, _ in batch]
 
 
@@ -194,12 +199,21 @@ def read_scores(
     """Return the functions and weights of each score. Raises UsageError for one that cannot score these rows."""
     has_rewards = run.cogumi.method == "gspo" and bool(run.cogumi.rewards)
     if not scores:
-        scores = [*(ANSWER_SCORES if "answer" in columns else ()), *([REWARDS] if has_rewards else [])]
+        scores = [LOG_LIKELIHOOD] if "answer_ids" in columns else []
+        scores += [*(ANSWER_SCORES if "answer" in columns else ()), *([REWARDS] if has_rewards else [])]
     if REWARDS in scores and not has_rewards:
         message = "the configuration has no cogumi.rewards"
         raise UsageError(message, key="--score rewards", fix="name a function as file.py:function")
     entries: dict[str, tuple[list[Any], list[float]]] = {}
     for score in scores:
+        if score == LOG_LIKELIHOOD:
+            if "answer_ids" not in columns:
+                message = "prompts of GSPO have no answer that is learned"
+                raise UsageError(
+                    message, key=f"--score {score}", fix="compare by a configuration of SFT or DPO, or by rewards"
+                )
+            entries[score] = [], []
+            continue
         functions = read_rewards(run) if score == REWARDS else rewards_of([score])
         refuse_missing_columns(functions, columns)
         entries[score] = functions, read_weights(run, functions) if score == REWARDS else [1.0]

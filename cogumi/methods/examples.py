@@ -49,7 +49,8 @@ LOOKED_AT = 1000  # first rows of a source whose messages are looked at for unus
 class Examples:
     """Data to train on, to evaluate, and to complete for samples.jsonl; the last two None without held-out rows.
 
-    prompts: `prompt` (text, as the model sees it), `prompt_ids`, and what would be the answer. max_length: in tokens, None
+    prompts: `prompt` (text, as the model sees it), `prompt_ids`, what would be the answer, and its `answer_ids` with the
+    end token where it is learned (sft, dpo). max_length: in tokens, None
     of prompts, which the trainer tokenizes.
     """
 
@@ -334,15 +335,20 @@ def held_out_prompts(
         texts = {name: list(map(encode, rows[name])) for name in names}
         return decode_rows(Dataset.from_dict({**texts, "prompt": prompts, "prompt_ids": ids}), names)
     if options.method == "dpo":
-        pairs = [(row["prompt_ids"], {side: decode(row[f"{side}_ids"]) for side in SIDES}) for row in rows]
+        triples = [
+            (row["prompt_ids"], row["chosen_ids"], {side: decode(row[f"{side}_ids"]) for side in SIDES}) for row in rows
+        ]
     else:
-        pairs, answer = [], "middle" if options.format == "fim" else "answer"
+        triples, answer = [], "middle" if options.format == "fim" else "answer"
         for row in rows:
             ids, end = row["input_ids"], len(row["completion_mask"]) - row["completion_mask"][::-1].index(1)
             start = next((at for at in range(end, 0, -1) if not row["completion_mask"][at - 1]), 0)
             if start > 1:  # else all of it is learned, and nothing is asked
-                pairs.append((ids[:start], {answer: decode(ids[start:end])}))
-    records = [{"prompt": tokenizer.decode(ids), **answers, "prompt_ids": ids} for ids, answers in pairs]
+                triples.append((ids[:start], ids[start:end], {answer: decode(ids[start:end])}))
+    records = [
+        {"prompt": tokenizer.decode(ids), **answers, "prompt_ids": ids, "answer_ids": answer_ids}
+        for ids, answer_ids, answers in triples
+    ]
     return Dataset.from_list(records) if records else None
 
 

@@ -52,6 +52,14 @@ def complete_with_ends(
     return [(trimmed, end or trimmed != text) for (text, trimmed), end in zip(texts, ends.tolist(), strict=True)]
 
 
+@torch.no_grad()
+def mean_log_likelihood(model: Any, prompt_ids: list[int], answer_ids: list[int]) -> float:
+    """Return the mean log-probability of an answer's tokens after a prompt, in nats."""
+    ids = torch.tensor([prompt_ids + answer_ids], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
+    return float(logits.float().log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None]).mean())
+
+
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
     """Return the tokens that end a text, for tokenizer and model."""
     of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

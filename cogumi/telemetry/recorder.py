@@ -345,7 +345,10 @@ def write_samples(
     examples = prompts.select(range(min(SAMPLE_PROMPTS, len(prompts))))
     with preserve_rng_and_mode(model):
         written = complete_with_ends(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
-    for example, (completion, ended) in zip(examples.remove_columns("prompt_ids"), written, strict=True):
+    shown = examples.select_columns(
+        [name for name in examples.column_names if name not in ("prompt_ids", "answer_ids")]
+    )
+    for example, (completion, ended) in zip(shown, written, strict=True):
         append_jsonl(run_dir / SAMPLES_FILE, {"step": step, **example, "completion": completion, "ended": ended})
 
 
