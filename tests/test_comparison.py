@@ -214,8 +214,8 @@ def test_the_notebooks_table_marks_each_answer_right_or_wrong(monkeypatch: pytes
     ]
     assert rows == [
         ["asked", "SFT", "GSPO", "right"],
-        ["exact_answer, mean", "0.500", "1.000", ""],
-        ["exact_answer, difference to SFT (95 % interval)", "", "+0.500 (+0.000 to +1.000), not told apart", ""],
+        ["exactly right, mean", "0.500", "1.000", ""],
+        ["exactly right, difference to SFT (95 % interval)", "", "+0.500 (+0.000 to +1.000), not told apart", ""],
         ["Rename a to b:", "b = 1 right", "b = 1 right", "b = 1"],
         ["the second", "a < c wrong", "b < c right", "b < c"],
     ]

@@ -245,6 +245,6 @@ def test_prompts_are_measured_as_they_are_sent(asked: Asked, tmp_path: Path) -> 
     data = prepare_examples(run, tokenizer).train
     longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in data.dataset["prompt"])
     assert data_sample.measure_data(run, data, tokenizer).longest == longest
-    (memory, *_), figures = forecast_lines(run, base, data_sample.measure_data(run, data, tokenizer), target)
-    assert memory.stage == "memory"
+    lines, figures = forecast_lines(run, base, data_sample.measure_data(run, data, tokenizer), target)
+    assert [line.stage for line in lines[:2]] == ["rollout", "memory"]
     assert figures["memory"]["work"]["prompt"] == longest

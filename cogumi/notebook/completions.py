@@ -104,6 +104,9 @@ def render_right_answer(sample: Mapping[str, Any]) -> str:
     return render_completion(answers[0]) if answers else ""
 
 
+LABELS = {"exact_answer": "exactly right", "answer_similarity": "similarity to the answer"}
+
+
 def compare(
     models: Mapping[str, str], config: RunDir | Mapping[str, Any], rows: int = 200, shown: int = 5
 ) -> HtmlFigure:
@@ -120,10 +123,11 @@ def compare(
     lines, answers = [], comparison.answers
     first, *others = models
     for score in comparison.scores:
-        lines.append([f"{score}, mean", *(f"{comparison.mean(score, name):.3f}" for name in models), ""])
+        label = LABELS.get(score, score)
+        lines.append([escape_text(f"{label}, mean"), *(f"{comparison.mean(score, name):.3f}" for name in models), ""])
         pairs = [comparison.paired(score, first, name) for name in others]
         cells = [f"{pair.mean:+.3f} ({pair.low:+.3f} to {pair.high:+.3f}), {pair.verdict}" for pair in pairs]
-        lines.append([escape_text(f"{score}, difference to {first} (95 % interval)"), "", *cells, ""])
+        lines.append([escape_text(f"{label}, difference to {first} (95 % interval)"), "", *cells, ""])
     marks = {True: level("green", "right"), False: level("red", "wrong")} if answers else {}
     for row in comparison.shown(shown):
         answer, texts = answers[row] if answers else "", [comparison.written[name][row] for name in models]
