@@ -391,3 +391,28 @@ def test_an_upload_that_the_hub_refuses_leaves_no_run(hub: HubServer, sft: Confi
     with pytest.raises(RefusedAtSetup, match="401"):
         cogumi.train(sft | {"train": sft["train"] | UPLOAD}, train__hub_token="hf_another")
     assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+AT_IMPORT = """
+import os, sys
+class AtTorch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, AtTorch())
+import cogumi
+cogumi.preview("smoke/sft")
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "count"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=["open", "set", "policy set"],
+)
+def test_idle_threads_of_a_run_sleep_unless_the_user_decides(variables: dict[str, str], count: str) -> None:
+    """What OpenMP reads when torch is imported, which is the last thing that the process does."""
+    others = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-c", AT_IMPORT]
+    assert subprocess.check_output(command, env=others | variables, text=True).split() == [count]
