@@ -233,7 +233,7 @@ def setting_of(trainer: Any, method: str) -> RunSettings:
         loss=",".join(loss) if isinstance(loss, list) else str(loss),
         fp16=args.fp16,
         rollout=getattr(args, "generation_batch_size", 0) or 0,
-        spacings_per_rate=0.0 if trainer.is_fsdp_enabled else spacings_per_rate(trainer.model),
+        spacings_per_rate=spacings_per_rate(trainer.model),
     )
 
 
@@ -248,6 +248,8 @@ def spacings_per_rate(model: Any) -> float:
         factors, base = getattr(module, "lora_A", {}), getattr(module, "base_layer", None)
         weight = getattr(base if factors else module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point() or ".lora_" in name:
+            continue
+        if weight.is_meta:  # not loaded by this process, which is not the one that judges
             continue
         moves = [1.0] if weight.requires_grad else []
         moves += [module.scaling[key] * len(a.weight) ** 0.5 * root_mean_square(a.weight) for key, a in factors.items()]

@@ -148,7 +148,7 @@ class LossWatch(TrainerCallback):
         if self.trainer.model.training:
             advantages = list(logged_completions(self.trainer)["advantages"])  # of all processes
             logged = logged_metrics(self.trainer, "train")
-            for name in ADVANTAGES:
+            for name in ADVANTAGES if advantages else ():  # a trainer with rollouts of its own may log none
                 logged[name] = [ADVANTAGES[name]([*logged[name], *advantages])]
         return batch
 
