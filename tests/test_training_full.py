@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import cogumi
+from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 
 Config = dict[str, Any]
@@ -66,3 +67,8 @@ def test_weights_that_did_not_move_fail_the_verdict(sft: Config) -> None:
     (check,) = (check for check in result.verdict.checks if check.name == "weights")
     assert not check.passed
     assert check.figure.startswith("0 of")
+
+
+def test_a_dtype_of_the_merge_is_refused_where_nothing_is_merged(sft: Config) -> None:
+    with pytest.raises(UsageError, match="merge_dtype would be ignored"):
+        load_config(sft, cogumi__merge_dtype="float32")

@@ -422,6 +422,8 @@ def refuse_ignored(run: RunConfig, origins: Origins) -> None:
         ignored = {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
     else:
         ignored["cogumi.examples_per_step"] = "for cogumi.method: gspo it is cogumi.docs_per_step"
+    if run.cogumi.tuning == "full":
+        ignored["cogumi.merge_dtype"] = "cogumi.tuning: full merges nothing, and saves the weights in the base's dtype"
     if formats == {"fim"}:
         ignored["cogumi.thinking"] = "data.format: fim has no chat template in it"
         ignored["data.overlong"] = "for data.format: fim it is data.fim.overlong"
