@@ -146,7 +146,7 @@ class LossWatch(TrainerCallback):
             self.rollout_step = self.trainer.state.global_step
         batch = make(inputs)
         if self.trainer.model.training:
-            advantages = list(logged_completions(self.trainer)["advantages"])  # of all processes
+            advantages = list(logged_completions(self.trainer).get("advantages", ()))  # of all processes
             logged = logged_metrics(self.trainer, "train")
             for name in ADVANTAGES if advantages else ():  # a trainer with rollouts of its own may log none
                 logged[name] = [ADVANTAGES[name]([*logged[name], *advantages])]
