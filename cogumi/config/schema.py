@@ -260,7 +260,7 @@ class CogumiSection(Section):
     """The full-precision model to merge into, a directory or hub id, where `model.name` is quantized on disk. By default
     it is found by the name of the quantized one."""
     merge_dtype: Literal["auto", "base", "float32"] = "auto"
-    """Of the merged model. auto: the base's; float32 where that loses over 2 % of the update, or `model.dtype` is float32."""
+    """Dtype of the merged model. auto: the base's; float32 where that loses over 2 % of the update or `model.dtype` is it."""
     base_mode: Literal["full", "dequant"] = "full"
     """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
 
