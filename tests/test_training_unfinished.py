@@ -185,6 +185,24 @@ def test_what_differs_is_named_and_nothing_changes(sft: Config, stop_after: Call
     assert cogumi.train(sft, train__save_steps=3, cogumi__merge=True).passed
 
 
+def test_a_run_that_is_older_than_a_key_goes_on_with_its_default(
+    sft: Config, whole_sft: Any, stop_after: Callable[[int], None]
+) -> None:
+    """Of the keys of cogumi only those that the user set are in its config.yaml."""
+    stop_after(3)
+    with pytest.raises(RuntimeError):
+        cogumi.train(sft)
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    stored = yaml.safe_load((run_dir / "config.yaml").read_text())
+    stored["cogumi"] = {key: stored["cogumi"][key] for key in (*sft["cogumi"], "flags")}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(stored))
+    stop_after(0)
+    with pytest.raises(UsageError, match=r"another configuration \(cogumi.tuning: lora there, full here"):
+        cogumi.train({**sft, "lora": {}}, cogumi__tuning="full", lora__r=None)
+    result = cogumi.train(sft, cogumi__merge_dtype="base")
+    assert the_same(result.run_dir, whole_sft.run_dir)
+
+
 def test_a_setting_refused_when_a_run_goes_on_loses_nothing(
     sft: Config, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,10 +26,10 @@ RESUME_HINTS = {
 UNFINISHED = (*AT_WORK, *BROKEN_OFF, *RESUME_HINTS)
 # What may differ when a run resumes: where it is, what is kept and shown of it; nothing that shapes what is learned.
 MUTABLE_KEYS = frozenset({
-    "cogumi.run_dir", "cogumi.resume", "cogumi.merge", "cogumi.compile", "cogumi.preflight", "cogumi.mirror",
-    "cogumi.sanity", "cogumi.on_red", "cogumi.on_full", "cogumi.on_hung", "cogumi.price_per_hour", "cogumi.max_hours",
-    "cogumi.max_cost", "cogumi.samples_every", "cogumi.processes", "train.save_steps", "train.save_strategy",
-    "train.save_total_limit", "train.report_to", "train.run_name",
+    "cogumi.run_dir", "cogumi.resume", "cogumi.merge", "cogumi.merge_dtype", "cogumi.compile", "cogumi.preflight",
+    "cogumi.mirror", "cogumi.sanity", "cogumi.on_red", "cogumi.on_full", "cogumi.on_hung", "cogumi.price_per_hour",
+    "cogumi.max_hours", "cogumi.max_cost", "cogumi.samples_every", "cogumi.processes", "train.save_steps",
+    "train.save_strategy", "train.save_total_limit", "train.report_to", "train.run_name",
     *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
 })  # fmt: skip
 
@@ -79,7 +79,8 @@ def describe_differences(run: RunConfig) -> str:
     """Describe how the run in the directory differs from this configuration, beyond MUTABLE_KEYS; "" if it does not."""
     before = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
     stored, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
-    stored = {"cogumi.backend": "auto", "cogumi.sharding": "none"} | stored  # of runs that are older than these keys
+    defaults = {f"cogumi.{name}": field.default for name, field in CogumiSection.model_fields.items()}
+    stored = {key: defaults[key] for key in here if key in defaults} | stored  # a run that is older than a key
     return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (stored, here)))
 
 
