@@ -140,6 +140,8 @@ def test_a_damaged_record_is_one_line(content: Any, key: str, tmp_path: Path) ->
     assert (error.value.place, error.value.key) == (str(tmp_path / "cogumi-base.json"), key)
     assert "pass base=" in error.value.fix
     assert "pass --base " in with_options(str(error.value), ["merge"])
+    kept = "cogumi.base_mode of /models/base=4 stays"
+    assert with_options(kept, ["merge"]) == kept
     assert "\n" not in str(error.value)
     (tmp_path / "cogumi-base.json").write_text(json.dumps(WHOLE))
     assert read_base_record(tmp_path) == BaseRecord("a/b", None, None, None, "bfloat16")
