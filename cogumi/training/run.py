@@ -31,7 +31,7 @@ from cogumi.health.verdict import Verdict, attempt
 from cogumi.hub.downloads import Download, refuse_no_room
 from cogumi.merge.adapter_files import read_json, serving_limits
 from cogumi.merge.arithmetic import restore_matmul_precision
-from cogumi.merge.preflight import Original, check_loadable, prove_original
+from cogumi.merge.preflight import Original, check_loadable, prove_original, refuse_missing_weights
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import (
     Examples,
@@ -220,6 +220,7 @@ class Prepared:
 
 def prepare(run: RunConfig, base: RunBase) -> Prepared:
     """Check the base, then make the examples and try the rewards. Raises UsageError for all that the run refuses."""
+    refuse_missing_weights(base)
     coverage = check_base(run, base)
     original = find_merge_base(run, base)
     check_merge(run, base, original)
