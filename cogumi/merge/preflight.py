@@ -99,14 +99,14 @@ def prove_original(base: str, revision: str | None, original: Original) -> None:
 def refuse_missing_weights(base: RunBase) -> None:
     """Raise UsageError for a model's directory in which a file of its weights is missing or empty."""
     path, custom = Path(base.name), getattr(base.config, "transformers_weights", None)
-    names: tuple[str, ...] = (custom,) if custom else WEIGHTS
-    first = next((path / name for name in names if (path / name).is_file()), None)
-    fault = f"{path} holds no weights: none of {', '.join(names)}" if first is None else ""
-    shards = read_json(first).get("weight_map", {}).values() if first and first.suffix == ".json" else ()
-    for file in (first, *sorted({path / shard for shard in shards})) if first else ():
-        if not file.is_file() or not file.stat().st_size:
-            fault = f"{file} is empty" if file.is_file() else f"{file} is missing, which {first.name} names"
-            break
+    names = [custom] if custom else WEIGHTS
+    files = [path / name for name in names if (path / name).is_file()][:1]
+    fault = "" if files else f"{path} holds no weights: none of {', '.join(names)}"
+    if files and files[0].suffix == ".json":
+        files += sorted({path / shard for shard in read_json(files[0]).get("weight_map", {}).values()})
+    if lacking := [file for file in files if not file.is_file() or not file.stat().st_size]:
+        state = "empty" if lacking[0].is_file() else f"missing, which {files[0].name} names"
+        fault = f"{lacking[0]} is {state} ({len(lacking)} of {len(files)} files)"
     if fault and path.is_dir():
         raise UsageError(fault, key="model.name", fix="copy the file there, or download the model again")
 
@@ -128,10 +128,7 @@ def check_loadable(model: RunBase) -> None:
             return
         base = expected_base(name, download.commit, model.config, download)
     else:
-        try:
-            shards, _ = read_shards(name, path)
-        except UsageError as error:
-            raise UsageError(error.message, key="model.name", fix=error.fix) from None
+        shards, _ = read_shards(name, path)
         base = Base(name, path, None, config, shards, quantized_tensors(shards, config))
     stored = stored_of(base.tensors.values())
     faults = find_faults(meta_model(model.config), stored) if kind is None or base.quantized else find_unscaled(stored)

@@ -65,12 +65,12 @@ from cogumi.telemetry.throughput import EXPERTS, Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import finish
 from cogumi.training.estimate import make_choices, run_preflight, wants_preflight
-from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit
+from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit, sample_options
 from cogumi.training.parallel import Followers, follow, gather_trained, processes_here, set_accelerate
 from cogumi.training.resume import is_resuming, lock_run, refuse_spent
 
 log = logging.getLogger("cogumi")
-LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
+LOGIT_ROWS = 4  # examples on which the merged model's logits are compared
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ def train_and_save(
     shared = trainer.is_fsdp_enabled
     if prompts is not None and not shared and not (run_dir / SAMPLES_FILE).exists():
         enter_stage(heart, "samples", "completions of held-out prompts before the first step")
-        write_samples(run_dir, trainer.model, tokenizer, prompts, 0, run.cogumi.stop)
+        write_samples(run_dir, trainer.model, tokenizer, prompts, 0, sample_options(run, trainer))
     enter_stage(heart, "train")
     fitted = fit(run, trainer, tokenizer, examples, heart, ranks)
     model = trainer.model
@@ -352,9 +352,8 @@ def train_and_save(
     if prompts is not None and (ended is None or ended.state == SANITY_CHECKED):
         enter_stage(heart, "samples", "completions of held-out prompts after the last step")
         step = trainer.state.global_step
-        fitted.checks.extend(
-            attempt("samples", write_samples, run_dir, model, tokenizer, prompts, step, run.cogumi.stop)
-        )
+        arguments = run_dir, model, tokenizer, prompts, step, sample_options(run, trainer)
+        fitted.checks.extend(attempt("samples", write_samples, *arguments))
         fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))
     live = None
     if adapter is not None and run.cogumi.merge and ended is None:
