@@ -137,8 +137,9 @@ class ControlCallback(TrainerCallback):
         if saves is None or saves > 1 or seconds < UNSAVED_SECONDS:
             return
         setting = f"save_steps: {state.save_steps}" if strategy == "steps" else f"save_strategy: {strategy}"
-        text = "train.%s writes no checkpoint before the end of %d steps, in about %s; set train.save_steps: %d"
-        log.warning(text, setting, steps, format_duration(seconds), math.ceil(steps / MAX_EVALUATIONS))
+        fix = f"set train.save_strategy: steps and train.save_steps: {math.ceil(steps / MAX_EVALUATIONS)}"
+        text = "train.%s writes no checkpoint before the end of %d steps, in about %s; %s"
+        log.warning(text, setting, steps, format_duration(seconds), fix)
 
     def log_outlook(self, step: int, steps: int) -> None:
         """Log the run's time and cost, and where its budget ends it, from the first two steps and their rollouts."""
@@ -333,8 +334,11 @@ def limit_held_out(run_dir: Path, trainer: Any, ranks: Ranks) -> None:
     if measured < rows and not is_older:
         trainer.eval_dataset = trainer.eval_dataset.select(spread(rows, measured))
         ranks.decide(lambda: write_section(*place, {"measured": measured, "held_out": rows}))
-        text = "held-out loss: on %d of the %d rows (5 %% of the training's computing; train.eval_strategy takes all)"
-        log.log(logging.INFO if ranks.leads else logging.DEBUG, text, measured, rows)
+        text = (
+            "held-out loss: on %d of the %d rows (%.0f %% of the training's computing; train.eval_strategy takes all)"
+        )
+        level, share = logging.INFO if ranks.leads else logging.DEBUG, measured / (FLOPS_MULTIPLIER * planned)
+        log.log(level, text, measured, rows, 100 * share)
 
 
 def even_batch(rows: int, batch: int, count: int) -> int:
