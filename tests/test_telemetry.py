@@ -606,7 +606,7 @@ def test_a_short_run_measures_as_many_held_out_rows_as_it_can_pay_for_and_says_s
     del sft["cogumi"]["sanity"]
     result = cogumi.train(sft)  # resumed, with the same rows
     log = (run_dir / "run.log").read_text()
-    assert log.count("held-out loss: on 15 of the 28 rows (5 % of the training's computing") == 2
+    assert log.count("held-out loss: on 15 of the 28 rows, 5 % of the training's computing") == 2
     assert "held-out loss after the last step, of 15 rows" in log
     assert read_json(run_dir / "decisions.json")["held_out_loss"] == {"measured": 15, "held_out": 28}
     assert result.passed, str(result.verdict)

@@ -331,8 +331,8 @@ class Samples(TrainerCallback):
         on_the_way = f"every {self.every} steps " if 0 < self.every < state.max_steps else ""
         when = f"before the first step, {on_the_way}and at the end (cogumi.samples_every)"
         if self.telemetry.ranks.leads:
-            count, tokens = min(SAMPLE_PROMPTS, len(self.prompts)), self.options["max_new_tokens"]
-            log.info("samples: %d held-out prompts %s, up to %d tokens each", count, when, tokens)
+            when += f", up to {self.options['max_new_tokens']} tokens each"
+            log.info("samples: %d held-out prompts %s", min(SAMPLE_PROMPTS, len(self.prompts)), when)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any) -> None:
         step = state.global_step

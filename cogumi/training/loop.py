@@ -52,7 +52,7 @@ log = logging.getLogger("cogumi")
 MAX_EVALUATIONS = 10  # between the first and the last step
 MAX_EVALUATION_TIME_SHARE = 0.02  # of the training's computing
 FLOPS_MULTIPLIER = 3  # of a training step: forward, and backward at twice its cost
-PAID_SHARE = 0.05 * FLOPS_MULTIPLIER  # forward passes for an example of the training: for a held-out loss, or samples
+PAID_SHARE = 0.05  # of the training's computing: for a held-out loss, or for samples, before it and after it
 MIN_EVALUATION_ROWS, MIN_SAMPLE_TOKENS, MAX_SAMPLE_TOKENS = 8, 24, 64
 LOOK_SECONDS = 1.0  # between two looks at the directory, which may be on a slow disk
 PAUSE_SECONDS = 0.5
@@ -137,9 +137,8 @@ class ControlCallback(TrainerCallback):
         if saves is None or saves > 1 or seconds < UNSAVED_SECONDS:
             return
         setting = f"save_steps: {state.save_steps}" if strategy == "steps" else f"save_strategy: {strategy}"
-        fix = f"set train.save_strategy: steps and train.save_steps: {math.ceil(steps / MAX_EVALUATIONS)}"
-        text = "train.%s writes no checkpoint before the end of %d steps, in about %s; %s"
-        log.warning(text, setting, steps, format_duration(seconds), fix)
+        text = "train.%s writes no checkpoint before the end of %d steps, in about %s; set train.save_strategy: steps and %s"
+        log.warning(text, setting, steps, format_duration(seconds), f"train.save_steps: {math.ceil(steps / 10)}")
 
     def log_outlook(self, step: int, steps: int) -> None:
         """Log the run's time and cost, and where its budget ends it, from the first two steps and their rollouts."""
@@ -320,25 +319,21 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
 
 def sample_options(run: RunConfig, trainer: Any) -> dict[str, Any]:
     """Return the stops and the length of samples. A token reads all weights, which takes the time of a short example."""
-    rl = run.cogumi.method == "gspo"  # whose rollouts cost more than any sample
-    tokens = MAX_SAMPLE_TOKENS if rl else max(MIN_SAMPLE_TOKENS, int(PAID_SHARE * count_planned_examples(trainer)))
-    return {"stops": run.cogumi.stop, "max_new_tokens": min(MAX_SAMPLE_TOKENS, tokens)}
+    paid = int(PAID_SHARE * FLOPS_MULTIPLIER * count_planned_examples(trainer))
+    is_short = run.cogumi.method != "gspo" and paid < MAX_SAMPLE_TOKENS  # whose rollouts cost more than any sample
+    return {"stops": run.cogumi.stop, "max_new_tokens": max(MIN_SAMPLE_TOKENS, paid) if is_short else MAX_SAMPLE_TOKENS}
 
 
 def limit_held_out(run_dir: Path, trainer: Any, ranks: Ranks) -> None:
     """Choose the held-out rows, spread over all, of which a short training pays for the loss before and after it."""
-    planned = count_planned_examples(trainer) * ranks.count
-    rows, measured = len(trainer.eval_dataset), max(MIN_EVALUATION_ROWS, int(PAID_SHARE * planned))
-    place = run_dir / DECISIONS, "held_out_loss"
+    passes, rows = FLOPS_MULTIPLIER * count_planned_examples(trainer) * ranks.count, len(trainer.eval_dataset)
+    place, measured = (run_dir / DECISIONS, "held_out_loss"), max(MIN_EVALUATION_ROWS, int(PAID_SHARE * passes))
     is_older = ranks.decide(lambda: was_evaluated(run_dir, 0) and not read_section(*place))  # than this limit
     if measured < rows and not is_older:
         trainer.eval_dataset = trainer.eval_dataset.select(spread(rows, measured))
         ranks.decide(lambda: write_section(*place, {"measured": measured, "held_out": rows}))
-        text = (
-            "held-out loss: on %d of the %d rows (%.0f %% of the training's computing; train.eval_strategy takes all)"
-        )
-        level, share = logging.INFO if ranks.leads else logging.DEBUG, measured / (FLOPS_MULTIPLIER * planned)
-        log.log(level, text, measured, rows, 100 * share)
+        text = "held-out loss: on %d of the %d rows, %.0f %% of the training's computing; train.eval_strategy takes all"
+        log.log(logging.INFO if ranks.leads else logging.DEBUG, text, measured, rows, 100 * measured / passes)
 
 
 def even_batch(rows: int, batch: int, count: int) -> int:
