@@ -120,8 +120,24 @@ def test_a_model_equals_itself_and_one_without_a_template_has_two_scores(
         ("stopping", "equal"),
         ("own_samples", "equal"),
     ]
-    assert "no instructions and no format, as there is no chat template" in report["notes"]
+    assert "instructions and format are not measured: no chat template" in report["notes"]
     assert all(math.isfinite(pair["mean"]) for pair in report["pairs"])
+
+
+def test_a_thought_that_does_not_end_is_no_wrong_answer(tiny_model: Path, tmp_path: Path) -> None:
+    """The template opens a thought in every prompt and has no switch: the random model never closes one."""
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    opening = "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(turns + opening)
+    result = compare_panel({"a": str(tmp_path), "b": str(tmp_path)})
+    assert list(result.scores) == ["stopping", "own_samples"]
+    assert result.notes == (
+        "greedy, at most 256 tokens",
+        "instructions and format are not measured: no end of a thought of a",
+    )
+    assert len(result.lines("a", "b")) == 3
 
 
 def judged(right: tuple[int, int], likelihood: float) -> PanelComparison:

@@ -275,9 +275,7 @@ def compare(
     score: Annotated[
         list[str] | None, Option(help="rewards, a reward's name, or file.py:function; may be repeated.")
     ] = None,
-    panel: Annotated[
-        bool, Option("--panel", help="Ask sixty instructions of the package, to see what a training broke.")
-    ] = False,
+    panel: Annotated[bool, Option("--panel", help="Ask the package's sixty instructions: what broke?")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Complete held-out prompts with several models, and say which is better, with an interval of the difference."""

@@ -114,12 +114,9 @@ def compare_panel(models: Mapping[str, str]) -> PanelComparison:
 
 
 def check_forgetting(run: RunConfig) -> Check:
-    """Compare the base of a trained run with its adapter, or with the model where all weights were trained.
-
-    The result is in forgetting.json and run.log. What cannot be measured is a warning: the model is there all the same.
-    """
+    """Compare a run's base with its adapter or model, and write forgetting.json. An error is a warning: the model is there."""
     try:
-        setup = read_run(run.run_dir)
+        setup = read_run(run.run_dir, in_run=True)
         after = setup.columns[1]
         result = run_panel({name: replace(setup, columns=(name,)) for name in (BASE, after)})
         lines = result.lines(BASE, after)
@@ -132,11 +129,7 @@ def check_forgetting(run: RunConfig) -> Check:
 
 
 def run_panel(setups: Mapping[str, ChatSetup]) -> PanelComparison:
-    """Let the last column of each setup answer the instructions, and score what the first one samples by all of them.
-
-    Prompts are those of the last setup that a run or adapter made, else of the last; thoughts are off where the run has no
-    setting and the template has a switch.
-    """
+    """Let the last column of each setup answer; prompts are made as for the last run or adapter, without thoughts if it can."""
     setup = ([*setups.values()] + [setup for setup in setups.values() if setup.files.base])[-1]
     tokenizer, tasks = load_tokenizer(setup.tokenizer), read_tasks()
     refuse_other_vocabularies(setups, tokenizer)
@@ -163,10 +156,13 @@ def run_panel(setups: Mapping[str, ChatSetup]) -> PanelComparison:
         opens = template is not None and template.prompt_opens_thought
         grades = [task.grade(visible_text(text, style, opens)) for task, text in zip(tasks, written[name], strict=True)]
         scores[INSTRUCTIONS][name], scores[FORMAT][name] = ([*column] for column in zip(*grades, strict=True))
-    silent = [f"{name} ended no thought" for name, values in scores[FORMAT].items() if all(map(math.isnan, values))]
-    if template is None or silent:
+    silent = (name for name, values in scores[FORMAT].items() if all(map(math.isnan, values)))
+    missing = (
+        "no chat template" if template is None else next((f"no end of a thought of {name}" for name in silent), "")
+    )
+    if missing:
         del scores[INSTRUCTIONS], scores[FORMAT]
-        notes.append(f"no {INSTRUCTIONS} and no {FORMAT}, as {silent[0] if silent else 'there is no chat template'}")
+        notes.append(f"{INSTRUCTIONS} and {FORMAT} are not measured: {missing}")
     rows = [task.prompt for task in tasks], None, written, scores, tuple(notes), [task.kind for task in tasks]
     return PanelComparison(*rows, tokenizer.batch_decode(samples))
 
@@ -183,7 +179,7 @@ def read_panel_template(tokenizer: Any, setup: ChatSetup) -> ChatTemplate | None
 
 def sample_from(model: Any, tokenizer: Any, prompts: list[list[int]]) -> list[list[int]]:
     """Sample a completion of each prompt at temperature 1, by a fixed seed, with the token that ends it."""
-    sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(0)
         rows = generate_ids(model, tokenizer, prompts, max_new_tokens=MAX_NEW_TOKENS, **sampling).tolist()

@@ -74,7 +74,6 @@ def read_setup(
         raise UsageError(f"{problem}{hint_of_runs(place)}", place=place)
     if is_run(place):
         setup = read_run(place)
-        refuse_busy_gpu(place)
     elif (place / "adapter_config.json").is_file():
         setup = read_adapter(place)
     elif (place / "config.json").is_file():
@@ -91,9 +90,15 @@ def read_setup(
     return replace(setup, columns=columns, temperature=temperature, max_new_tokens=max_new_tokens)
 
 
-def read_run(run: Path) -> ChatSetup:
+def read_run(run: Path, in_run: bool = False) -> ChatSetup:
     adapter, merged, note = find_saved(run)
     config = config_of(run)
+    with show_import():
+        use_one_gpu()
+        import torch
+    if torch.cuda.is_available() and not (in_run or status_of(run).ended):
+        fix = "ask when it has ended"
+        raise UsageError("the run has the GPU, and the memory of a second model could end it", place=run, fix=fix)
     model, data, train, ours = (config.get(section) or {} for section in ("model", "data", "train", "cogumi"))
     base = read_section(run / DECISIONS, "base")
     files = ModelFiles(
@@ -122,15 +127,6 @@ def read_run(run: Path) -> ChatSetup:
         max_new_tokens=train.get("max_completion_length") or MAX_NEW_TOKENS,
         note=note,
     )
-
-
-def refuse_busy_gpu(run: Path) -> None:
-    with show_import():
-        use_one_gpu()
-        import torch
-    if torch.cuda.is_available() and not status_of(run).ended:
-        fix = "ask when it has ended"
-        raise UsageError("the run has the GPU, and the memory of a second model could end it", place=run, fix=fix)
 
 
 def config_of(run: Path) -> dict[str, Any]:
