@@ -14,7 +14,16 @@ from finished_runs import FinishedRun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cogumi
-from cogumi.evaluation.forgetting import PanelComparison, Task, compare_panel, read_tasks, run_panel, sample_from
+from cogumi.config.schema import load_config
+from cogumi.evaluation.forgetting import (
+    PanelComparison,
+    Task,
+    check_forgetting,
+    compare_panel,
+    read_tasks,
+    run_panel,
+    sample_from,
+)
 from cogumi.evaluation.saved_models import BASE, read_run
 from cogumi.models.completion import mean_log_likelihood
 
@@ -188,6 +197,12 @@ def test_a_run_with_the_key_reports_what_broke(tmp_path: Path, finished_chat: Fi
     assert record["lines"][2][:20] in report
     again = compare_panel({BASE: BASE, "run": str(tmp_path / "run")})
     assert again.scores["own_samples"]["run"] == record["scores"]["own_samples"]["adapter"]
+
+
+def test_a_run_whose_models_cannot_be_read_has_a_warning_that_says_so(tmp_path: Path) -> None:
+    check = check_forgetting(load_config(run_config("sft", "cogumi:small-base", "cogumi:stdlib", tmp_path)))
+    assert (check.passed, check.warning) == (True, True)
+    assert "no run there" in check.figure
 
 
 REFUSED = {

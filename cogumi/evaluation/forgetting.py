@@ -82,7 +82,8 @@ class PanelComparison(Comparison):
         return lines
 
     def describe(self, score: str, before: str, after: str) -> str:
-        return f"{score} {self.mean(score, before):.2f} to {self.mean(score, after):.2f}"
+        unit = " nats a token" if score == OWN_SAMPLES else ""
+        return f"{score} {self.mean(score, before):.2f} to {self.mean(score, after):.2f}{unit}"
 
     def __str__(self) -> str:
         first, *others = self.written
@@ -133,7 +134,7 @@ def run_panel(setups: Mapping[str, ChatSetup]) -> PanelComparison:
     setup = ([*setups.values()] + [setup for setup in setups.values() if setup.files.base])[-1]
     tokenizer, tasks = load_tokenizer(setup.tokenizer), read_tasks()
     refuse_other_vocabularies(setups, tokenizer)
-    template = read_panel_template(tokenizer, setup)
+    template = read_panel_template(tokenizer, setup) if tokenizer.chat_template else None
     texts = [template.prompt([{"role": "user", "content": task.prompt}]) if template else task.prompt for task in tasks]
     prompts = [list(tokenizer(text, add_special_tokens=template is None)["input_ids"]) for text in texts]
     thinks = template is not None and (template.prompt_opens_thought or bool(template.thinking.flag))
@@ -156,20 +157,16 @@ def run_panel(setups: Mapping[str, ChatSetup]) -> PanelComparison:
         opens = template is not None and template.prompt_opens_thought
         grades = [task.grade(visible_text(text, style, opens)) for task, text in zip(tasks, written[name], strict=True)]
         scores[INSTRUCTIONS][name], scores[FORMAT][name] = ([*column] for column in zip(*grades, strict=True))
-    silent = (name for name, values in scores[FORMAT].items() if all(map(math.isnan, values)))
-    missing = (
-        "no chat template" if template is None else next((f"no end of a thought of {name}" for name in silent), "")
-    )
+    silent = [name for name, values in scores[FORMAT].items() if all(map(math.isnan, values))]
+    missing = [f"no end of a thought of {name}" for name in silent] if template else ["no chat template"]
     if missing:
         del scores[INSTRUCTIONS], scores[FORMAT]
-        notes.append(f"{INSTRUCTIONS} and {FORMAT} are not measured: {missing}")
+        notes.append(f"{INSTRUCTIONS} and {FORMAT} are not measured: {missing[0]}")
     rows = [task.prompt for task in tasks], None, written, scores, tuple(notes), [task.kind for task in tasks]
     return PanelComparison(*rows, tokenizer.batch_decode(samples))
 
 
-def read_panel_template(tokenizer: Any, setup: ChatSetup) -> ChatTemplate | None:
-    if tokenizer.chat_template is None:
-        return None
+def read_panel_template(tokenizer: Any, setup: ChatSetup) -> ChatTemplate:
     try:
         template = read_template(tokenizer, bool(setup.thinking), setup.today)
     except UsageError:  # there is no switch for thoughts
