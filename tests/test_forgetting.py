@@ -177,6 +177,11 @@ def test_what_is_told_worse_is_a_warning_and_only_a_destroyed_model_fails(
     assert ("lower train.learning_rate" in check.fix) == (mark != "pass")
 
 
+def test_a_model_that_answers_nearly_nothing_is_said_to_have_little_to_lose() -> None:
+    assert judged((3, 0), 0.0).lines("a", "b")[1].endswith("lost: sums 3; so few are right that little can be lost")
+    assert "little" not in judged((30, 0), 0.0).lines("a", "b")[1]
+
+
 def test_a_run_with_the_key_reports_what_broke(tmp_path: Path, finished_chat: FinishedRun) -> None:
     base = Path(str(read_run(finished_chat.home).files.base))
     values = run_config(

@@ -74,11 +74,14 @@ class PanelComparison(Comparison):
     def lines(self, before: str, after: str) -> list[str]:
         """Return what became of a model: a line on what was compared, and one on each score."""
         lines = [f"{before} and {after}, {len(self.prompts)} instructions; {'; '.join(self.notes)}"]
-        for score, by_model in self.scores.items():
-            rows = zip(self.kinds, by_model[before], by_model[after], strict=True)
-            lost = Counter(kind for kind, old, new in rows if score == INSTRUCTIONS and new < old)
-            kinds = f"; lost: {', '.join(f'{kind} {count}' for kind, count in lost.items())}" if lost else ""
-            lines.append(f"{self.describe(score, before, after)}, {self.paired(score, before, after)}{kinds}")
+        lines += [
+            f"{self.describe(score, before, after)}, {self.paired(score, before, after)}" for score in self.scores
+        ]
+        if right := self.scores.get(INSTRUCTIONS):
+            rows = zip(self.kinds, right[before], right[after], strict=True)
+            lost = Counter(kind for kind, old, new in rows if new < old)
+            lines[1] += f"; lost: {', '.join(f'{kind} {count}' for kind, count in lost.items())}" if lost else ""
+            lines[1] += "; so few are right that little can be lost" if self.mean(INSTRUCTIONS, before) < KNOWN else ""
         return lines
 
     def describe(self, score: str, before: str, after: str) -> str:
