@@ -261,6 +261,8 @@ class CogumiSection(Section):
     it is found by the name of the quantized one."""
     merge_dtype: Literal["auto", "base", "float32"] = "auto"
     """Dtype of the merged model. auto: the base's; float32 where that loses over 2 % of the update or `model.dtype` is it."""
+    forgetting: bool = False
+    """At the end let the base and the result answer sixty instructions that come with the package, and report what broke."""
     base_mode: Literal["full", "dequant"] = "full"
     """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
 
