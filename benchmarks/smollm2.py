@@ -26,8 +26,9 @@ def convert(output: Path) -> None:
     folder = Path(spec.submodule_search_locations[0])
     file = next(folder.glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16)
-    # The conversion names <|im_start|> as the end token, which opens every message.
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, eos_token=END, pad_token=END)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    # The conversion names <|im_start|> as the end token, which opens every message, whatever from_pretrained is given.
+    tokenizer.eos_token = tokenizer.pad_token = END
     model.config.__dict__.pop("quantization_config", None)
     # A model that was loaded from GGUF refuses to be saved, a new one with its weights does not.
     plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
