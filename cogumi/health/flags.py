@@ -165,7 +165,7 @@ class SampleCounts:
 class RunHistory:
     """All that the rules read. first, latest: rows, both bounded; in a short run they overlap.
 
-    written: completions of held-out prompts by step; step 0 is the base.
+    written: completions of held-out prompts by step; step 0 is the base. held_out: the first and the last held-out loss.
     """
 
     setting: RunSettings
@@ -174,6 +174,7 @@ class RunHistory:
     batches: BatchStatistics | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
     written: Sequence[SampleCounts] = ()
+    held_out: Sequence[float] = ()
 
     @property
     def rows(self) -> list[Row]:

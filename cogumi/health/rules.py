@@ -162,8 +162,12 @@ def update_size(run: RunHistory) -> Flag | None:
     size = rate * steps * run.setting.spacings_per_rate
     level: Level = "green"
     evidence = f"{steps} steps at {rate:g} move weights by {size:.2g} of their bfloat16 spacing"
-    if size < SMALL_UPDATE and not (values and fall(values).is_by(LOSS_FALL_SHARE)):
-        evidence += f"; the {'reward does not rise' if is_rl else 'loss does not fall'} by step {run.step}"
+    # The same rows each time: no batch's noise is in it.
+    has_fallen = len(run.held_out) > 1 and run.held_out[-1] <= run.held_out[0] * (1 - LOSS_FALL_SHARE)
+    if size < SMALL_UPDATE and not (has_fallen or (values and fall(values).is_by(LOSS_FALL_SHARE))):
+        evidence += f"; {'no rise of the reward' if is_rl else 'no fall of the loss'} is seen by step {run.step}"
+        if len(run.held_out) > 1:
+            evidence += ", the held-out loss went from {:.3f} to {:.3f}".format(*run.held_out)
         level = "yellow"
     cause = "the learning rate is too small for so few steps"
     return Flag("update size", level, evidence, cause, "train.learning_rate, higher")
