@@ -35,7 +35,7 @@ CONSEQUENCES: dict[str, tuple[str, ...]] = {
     "padding": ("prompt and completion", *TEXT_FLAGS),
     "learning-rate schedule": (*UPDATE_FLAGS, "update size", "loss trend", "preferences"),
     "adapter moves": ("gradient norm", "update size", "loss trend", "loss noise", "token frequencies", "preferences"),
-    "loss trend": ("gradient norm", "loss noise", "token frequencies", "prompt and completion", "preferences"),
+    "loss trend": (*TEXT_FLAGS, "prompt and completion", "preferences"),
     "prompt and completion": ("gradient norm", "loss noise", "token frequencies"),
     "token frequencies": ("loss noise",),
     "preferences": ("gradient norm",),
