@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm test-torch27 lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
+.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm test-torch27 real lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -40,6 +40,10 @@ test-vllm: .venv-vllm/lane
 # Not part of `make test`: torch 2.7, whose Dynamo cannot trace a 4-bit layer, for graph_break's last strategy.
 test-torch27: .venv-torch27/lane
 	.venv-torch27/bin/python -m pytest --noconftest tests/test_graph_break_older_torch.py
+
+# Not part of `make test`: the whole path on SmolLM2-135M, 25 minutes on two cores (docs/real-model.md).
+real: .venv/test .real/packages
+	PYTHONPATH=.real $(PYTHON_IN) -m benchmarks real
 
 lint: .venv/test
 	$(PYTHON_IN) -m ruff check .
@@ -110,6 +114,11 @@ check-urls: .venv/test
 	sh requirements/install.sh vllm
 	touch $@
 
+.real/packages: requirements/real.txt
+	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .real -r $<
+	echo '*' >.real/.gitignore
+	touch $@
+
 .venv-torch27/lane: requirements/torch-2.7.in
 	python3 -m venv .venv-torch27
 	echo '*' >.venv-torch27/.gitignore
@@ -117,4 +126,4 @@ check-urls: .venv/test
 	touch $@
 
 clean:
-	rm -rf .venv .venv-unsloth .venv-vllm .venv-torch27 runs
+	rm -rf .venv .venv-unsloth .venv-vllm .venv-torch27 .real runs

@@ -358,7 +358,7 @@ def train_and_save(
         fitted.checks.extend(
             attempt("samples", write_samples, run_dir, model, tokenizer, prompts, step, run.cogumi.stop)
         )
-        fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))
+    fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))  # with the last held-out loss and samples
     live = None
     if adapter is not None and run.cogumi.merge and ended is None:
         enter_stage(heart, "merge", f"merging into {base.name}, and comparing the result with the trained model")
