@@ -165,7 +165,7 @@ def test_a_scorer_that_raises_gives_0_and_one_that_hangs_nothing() -> None:
     )
     # binary_matrix evaluates an answer as Python.
     texts = ["The answer is 42.", "[[[] for _ in iter(int, 1)]]"]
-    first, second = reasoning_gym(completions=texts, record=rows, seconds=2.0)
+    first, second = reasoning_gym(completions=texts, record=rows)
     assert first == 0.0
     assert math.isnan(second)
     assert reasoning_gym(completions=[rows[0]["completion"]], record=rows[:1]) == [1.0]

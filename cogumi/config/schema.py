@@ -363,7 +363,8 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
     if run.data.eval_source is not None and run.data.eval_rows == 0:
         ignored = "data.eval_source beside data.eval_rows: 0 would be ignored"
         raise origins.error(ignored, "data.eval_source", "drop one of the two")
-    if any(entry.options and not package_of(entry.source) for entry in (run.data, *run.data.mix)):
+    entries: list[DataSection | MixEntry] = [run.data, *run.data.mix]
+    if any(entry.options and not package_of(entry.source) for entry in entries):
         raise origins.error(
             "data.options is for reasoning_gym: and verifiers:, not for this source", "data.options", "drop it"
         )

@@ -13,9 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
@@ -28,66 +26,56 @@ from cogumi.rewards.math_answers import LATE, call_apart
 Record = Mapping[str, Any]
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 ANSWER_RULE = "an answer is the text in the last <answer>...</answer>, else the whole completion"
-MAKING_SECONDS = 3600.0
+SECONDS = {"reasoning_gym": 5.0, "verifiers": 60.0}  # for the completions of a call; 3,600 for all rows
 
 
 def task_rows(source: str, options: Record) -> list[dict[str, Any]]:
     """Return a task's prompts; each row's record has the task, its options and the package's entry. Raises UsageError."""
     package, _, name = source.partition(":")
-    rows = call_apart(package, MAKING_SECONDS, make_rows, package, name, json.dumps(options))
+    rows = call_apart(package, 3600.0, make_rows, package, name, json.dumps(options))
     if rows == LATE:
         raise UsageError(f"{source}: the package could not make its rows", key="data.source", fix="try a smaller size")
     return rows  # type: ignore[no-any-return]
 
 
 def reasoning_gym(
-    completions: Sequence[Completion],
-    record: Sequence[Record],
-    seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0,
-    log_metric: Any = None,
-    **kwargs: Any,
+    completions: Sequence[Completion], record: Sequence[Record], log_metric: Any = None, **kwargs: Any
 ) -> list[float | None]:
     """Score the answer by the scorer of its row's task, 0..1; None for rows of another source.
 
     The answer is the text in the last `<answer>...</answer>` (metric `reasoning_gym/tagged`), else the whole completion,
-    without surrounding white space. An answer on which the scorer raises an error scores 0; NaN: it takes over `seconds`.
+    without surrounding white space. 0: the scorer raises an error; NaN, not scored: it takes over five seconds.
     """
     texts = list(map(text_of, completions))
     answers = [ANSWER.findall(text) for text in texts]
     if log_metric is not None:
         log_metric("reasoning_gym/tagged", sum(map(bool, answers)) / max(len(answers), 1))
     read = [[(found or [text])[-1].strip()] for found, text in zip(answers, texts, strict=True)]
-    return _score("reasoning_gym", zip(record, read, strict=True), seconds)
+    return _score("reasoning_gym", zip(record, read, strict=True))
 
 
-def verifiers(
-    completions: Sequence[Completion],
-    record: Sequence[Record],
-    seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0,
-    **kwargs: Any,
-) -> list[float | None]:
+def verifiers(completions: Sequence[Completion], record: Sequence[Record], **kwargs: Any) -> list[float | None]:
     """Score by the environment's rubric: the sum of its functions by their weights; None for rows of another source.
 
-    As in verifiers a function that raises an error counts as 0. NaN: a row's completions take over `seconds`.
+    As in verifiers a function that raises an error counts as 0. NaN, not scored: a row's completions take over a minute.
     """
     pairs = zip(record, map(text_of, completions), strict=True)
     groups = ((row, [text for _, text in group]) for row, group in groupby(pairs, itemgetter(0)))
-    return _score("verifiers", groups, seconds)
+    return _score("verifiers", groups)
 
 
-def _score(package: str, groups: Iterable[tuple[Record, list[str]]], seconds: float) -> list[float | None]:
+def _score(package: str, groups: Iterable[tuple[Record, list[str]]]) -> list[float | None]:
     scores: list[float | None] = []
     for row, texts in groups:
         found: Any = [None] * len(texts)
         if row.get("package") == package:
-            found = call_apart(
-                package, seconds, score_texts, *itemgetter("package", "task", "options", "entry")(row), texts
-            )
+            task = itemgetter("package", "task", "options", "entry")(row)
+            found = call_apart(package, SECONDS[package], score_texts, *task, texts)
         scores += [math.nan] * len(texts) if found == LATE else found
     return scores
 
 
-# ------------------------------------------------------------------------------------------------------- in the worker
+# In the worker.
 
 
 @functools.cache
