@@ -356,7 +356,7 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
     if data.get("source") is None and not mix and not values["cogumi"].get("environment"):
         raise origins.error("`data.source` is missing (or data.mix, a list of sources)", "data.source", at="data")
     for key in ("source", "revision", "split", "subset", "options") if mix else ():
-        if data.get(key) is not None:
+        if data.get(key) not in (None, {}):
             ignored = f"data.{key} beside data.mix would be ignored"
             raise origins.error(ignored, f"data.{key}", "give it in an entry of the mix")
     run = validate_sections(values, origins)

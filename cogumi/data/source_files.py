@@ -62,7 +62,8 @@ def find_files(path: str | Path) -> list[Path]:
         raise UsageError(message, place=path, fix="give a file of its own")
     if glob.has_magic(path):
         matches = _matches(path)
-        files = [file for file in matches if kind_of(file)] or matches
+        tables = [file for file in matches if kind_of(file) not in (None, TEXT)]
+        files = tables or [file for file in matches if kind_of(file)] or matches
         if not files:
             raise UsageError("no file matches this pattern", place=path, fix="check it with ls")
         splits = {split for file in files if kind_of(file) != TEXT for split in _splits_of(Path(file.name))}
