@@ -34,7 +34,8 @@ MAX_NEW_TOKENS, MAX_THINKING_TOKENS = 40, 256  # of an answer; of one with a tho
 BETWEEN_WORDS = re.compile(r"[\W_]+")
 # Nats a token. Every training lowers the likelihood of the base's own samples: the fall is the KL divergence from the base.
 MOVED, DESTROYED = 0.1, 3.0
-KNOWN = 0.2  # share of right answers that no chance brings down to none
+# From so many right answers no chance leads to so small a part of them.
+KNOWN, LEFT = 0.2, 0.1
 FIX = "lower train.learning_rate, the steps or lora.r, mix in general data (data.mix), or raise train.beta (gspo, dpo)"
 
 
@@ -93,12 +94,13 @@ class PanelComparison(Comparison):
         return "\n\n".join("\n".join(self.lines(first, name)) for name in others)
 
     def judge(self, before: str, after: str) -> Check:
-        """Return a warning where a score is told worse, a failed check where nothing is left of a model."""
+        """Return a warning where a score is told worse, a failed check where little is left of a model."""
         highs = {score: self.paired(score, before, after).high for score in self.scores}
         worse = [score for score, high in highs.items() if high < (-MOVED if score == OWN_SAMPLES else 0)]
         destroyed = highs[OWN_SAMPLES] < -DESTROYED
         if INSTRUCTIONS in highs:
-            destroyed |= self.mean(INSTRUCTIONS, before) >= KNOWN and self.mean(INSTRUCTIONS, after) == 0
+            known, left = (self.mean(INSTRUCTIONS, name) for name in (before, after))
+            destroyed |= known >= KNOWN and left < LEFT * known
         means = [self.describe(score, before, after) for score in worse or highs]
         required = f"no score below the base's by its interval; {OWN_SAMPLES} by {MOVED} nats a token"
         return Check("forgetting", ", ".join(means), required, not destroyed, FIX, warning=bool(worse))
