@@ -133,7 +133,7 @@ def compare_models(
         for score, (functions, weights) in rewards.items():
             scored[score][name] = likelihoods
             if score != LOG_LIKELIHOOD:
-                scored[score][name] = weighted_total(call_rewards(run, functions, completions), weights)
+                scored[score][name] = weighted_total(call_rewards(run, functions, completions, []), weights)
     notes = [f"greedy completions of at most {max_new_tokens} tokens"]
     notes += [f"below {MIN_ROWS} prompts the interval is too narrow"] if len(prompts) < MIN_ROWS else []
     notes += [note for name, place in models.items() if (note := describe_other_data(name, Path(place), examples))]

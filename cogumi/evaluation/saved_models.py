@@ -90,13 +90,13 @@ def read_setup(
     return replace(setup, columns=columns, temperature=temperature, max_new_tokens=max_new_tokens)
 
 
-def read_run(run: Path) -> ChatSetup:
+def read_run(run: Path, in_run: bool = False) -> ChatSetup:
     adapter, merged, note = find_saved(run)
     config = config_of(run)
     with show_import():
         use_one_gpu()
         import torch
-    if torch.cuda.is_available() and not status_of(run).ended:
+    if torch.cuda.is_available() and not (in_run or status_of(run).ended):
         fix = "ask when it has ended"
         raise UsageError("the run has the GPU, and the memory of a second model could end it", place=run, fix=fix)
     model, data, train, ours = (config.get(section) or {} for section in ("model", "data", "train", "cogumi"))

@@ -45,6 +45,9 @@ def arguments(run: RunConfig) -> dict[str, Any]:
             raise UsageError(message, fix=f"set data.fim.max_length to {length}, which drops and counts them")
         # The data's own budget has already dropped, and counted, what is too long.
         default = budget if run.train.get("packing") else None
+    for key in ("completion_only_loss", "assistant_only_loss") if run.data.format == "text" else ():
+        if run.train.get(key):
+            raise UsageError("of data.format: text every token is learned", key=f"train.{key}", fix="drop it")
     # What is learned is in the examples, and so is the chat template: TRL gets ids and masks.
     ours = {"completion_only_loss": True, "assistant_only_loss": False, "chat_template_path": None}
     return {**run.train, **ours, "max_length": length or default}

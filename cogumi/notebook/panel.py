@@ -298,6 +298,7 @@ def render_report(look: RunSnapshot) -> str:
         or "<p>Nothing was logged: there is no metrics.jsonl.</p>",
         "Rewards": rewards(run),
         "Completions": completions(run),
+        "What broke": forgetting(run),
         "Data": data(run),
         "Memory": memory(run, metrics.get("memory", {})),
         "Merge": merge(run),
@@ -434,6 +435,12 @@ def completions(run: Path) -> str:
     if samples := [{"step": step, **sample} for step, shown in steps.items() for sample in shown]:
         content += html.folded("Sampled while it trained, first and last, with rewards", render_samples(samples))
     return content
+
+
+def forgetting(run: Path) -> str:
+    hint = "Not measured: set cogumi.forgetting: true, or run: cogumi compare base RUN_DIR --panel"
+    lines = read_json_or_empty(run / "forgetting.json").get("lines", [hint])
+    return "".join(f"<p>{html.escape_text(line)}</p>" for line in lines)
 
 
 def data(run: Path) -> str:

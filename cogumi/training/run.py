@@ -25,6 +25,7 @@ from cogumi.core.formatting import one_line
 from cogumi.core.notices import quiet_libraries, show_seconds
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
+from cogumi.evaluation.forgetting import check_forgetting
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict, attempt
@@ -145,6 +146,9 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
         if trained.adapter is not None and trained.live is not None:
             merged, merge_checks = finish.try_merge(run, trained.adapter, base.name, trained.live, prepared.original)
             trained.fitted.checks.extend(merge_checks)
+        if run.cogumi.forgetting and trained.fitted.ended is None:
+            enter_stage(heart, "forgetting", "base and trained model answer the instructions of the forgetting panel")
+            trained.fitted.checks.append(check_forgetting(run))
         verdict = finish.record_verdict(run_dir, trained.fitted)
         if trained.adapter is not None and (
             limits := serving_limits(read_json(trained.adapter / "adapter_config.json"))
@@ -354,7 +358,7 @@ def train_and_save(
         step = trainer.state.global_step
         arguments = run_dir, model, tokenizer, prompts, step, sample_options(run, trainer)
         fitted.checks.extend(attempt("samples", write_samples, *arguments))
-        fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))
+    fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))  # with the last held-out loss and samples
     live = None
     if adapter is not None and run.cogumi.merge and ended is None:
         enter_stage(heart, "merge", f"merging into {base.name}, and comparing the result with the trained model")
