@@ -24,7 +24,7 @@ from cogumi.data.packing import (
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import wrap_method
 from cogumi.stack.ranks import Ranks
-from cogumi.telemetry.recorder import preserve_rng_and_mode
+from cogumi.telemetry.recorder import preserve_rng_and_mode, set_status
 
 log = logging.getLogger("cogumi")
 PACKING = "packing"  # of decisions.json: whether rows are packed, why, and what a step is then
@@ -117,6 +117,8 @@ def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, to
         log.info("packing: %s, as when the run began", "on" if decided["safe"] else "off")
         return decided
     documents = [train_dataset[i]["input_ids"] for i in range(min(PROBED_DOCUMENTS, len(train_dataset)))]
+    log.info("packing: comparing the logits of packed examples with those of separate ones ...")
+    set_status(run.run_dir, "running", stage="packing")
     try:
         with preserve_rng_and_mode(model):
             distance, bound = probe_packing(model.eval(), documents, tokenizer.pad_token_id)

@@ -32,7 +32,7 @@ from cogumi.health.verdict import Verdict, attempt
 from cogumi.hub.downloads import Download, refuse_no_room
 from cogumi.merge.adapter_files import read_json, serving_limits
 from cogumi.merge.arithmetic import restore_matmul_precision
-from cogumi.merge.preflight import Original, check_loadable, prove_original
+from cogumi.merge.preflight import Original, check_loadable, prove_original, refuse_missing_weights
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import (
     Examples,
@@ -66,12 +66,12 @@ from cogumi.telemetry.throughput import EXPERTS, Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import finish
 from cogumi.training.estimate import make_choices, run_preflight, wants_preflight
-from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit
+from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit, sample_options
 from cogumi.training.parallel import Followers, follow, gather_trained, processes_here, set_accelerate
 from cogumi.training.resume import is_resuming, lock_run, refuse_spent
 
 log = logging.getLogger("cogumi")
-LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
+LOGIT_ROWS = 4  # examples on which the merged model's logits are compared
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,7 @@ class Prepared:
 
 def prepare(run: RunConfig, base: RunBase) -> Prepared:
     """Check the base, then make the examples and try the rewards. Raises UsageError for all that the run refuses."""
+    refuse_missing_weights(base)
     coverage = check_base(run, base)
     original = find_merge_base(run, base)
     check_merge(run, base, original)
@@ -336,7 +337,7 @@ def train_and_save(
     shared = trainer.is_fsdp_enabled
     if prompts is not None and not shared and not (run_dir / SAMPLES_FILE).exists():
         enter_stage(heart, "samples", "completions of held-out prompts before the first step")
-        write_samples(run_dir, trainer.model, tokenizer, prompts, 0, run.cogumi.stop)
+        write_samples(run_dir, trainer.model, tokenizer, prompts, 0, sample_options(run, trainer))
     enter_stage(heart, "train")
     fitted = fit(run, trainer, tokenizer, examples, heart, ranks)
     model = trainer.model
@@ -355,9 +356,8 @@ def train_and_save(
     if prompts is not None and (ended is None or ended.state == SANITY_CHECKED):
         enter_stage(heart, "samples", "completions of held-out prompts after the last step")
         step = trainer.state.global_step
-        fitted.checks.extend(
-            attempt("samples", write_samples, run_dir, model, tokenizer, prompts, step, run.cogumi.stop)
-        )
+        arguments = run_dir, model, tokenizer, prompts, step, sample_options(run, trainer)
+        fitted.checks.extend(attempt("samples", write_samples, *arguments))
     fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))  # with the last held-out loss and samples
     live = None
     if adapter is not None and run.cogumi.merge and ended is None:
