@@ -26,8 +26,9 @@ Level = Literal["green", "yellow", "red"]
 Row = Mapping[str, Any]
 
 
+HELD_OUT_COMPLETIONS = "held-out completions"
 # A red flag explains others, which are then reported as its consequences, so that one fault has one cause. In this order.
-TEXT_FLAGS = ("gradient norm", "loss trend", "loss noise", "token frequencies", "held-out completions")
+TEXT_FLAGS = ("gradient norm", "loss trend", "loss noise", "token frequencies", HELD_OUT_COMPLETIONS)
 UPDATE_FLAGS = ("gradient norm", "adapter moves")
 CONSEQUENCES: dict[str, tuple[str, ...]] = {
     "finite numbers": (),  # every other flag

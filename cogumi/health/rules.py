@@ -8,6 +8,7 @@ import statistics
 from typing import Any
 
 from cogumi.health.flags import (
+    HELD_OUT_COMPLETIONS,
     AnswerOverlap,
     Flag,
     Level,
@@ -185,7 +186,7 @@ def held_out_completions(run: RunHistory) -> Flag | None:
     now = run.written[-1] if run.written else None
     if now is None or not now.step:
         return None
-    name, evidence = "held-out completions", f"{now.count} completions after step {now.step}"
+    name, evidence = HELD_OUT_COMPLETIONS, f"{now.count} completions after step {now.step}"
     if 2 * now.unusable <= now.count:
         return Flag(name, "green", f"{now.count - now.unusable} of {evidence} are text")
     kinds = {"empty": now.empty, "blank": now.blank, "repeating themselves": now.loops}
