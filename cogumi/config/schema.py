@@ -261,6 +261,13 @@ class CogumiSection(Section):
     it is found by the name of the quantized one."""
     merge_dtype: Literal["auto", "base", "float32"] = "auto"
     """Dtype of the merged model. auto: the base's; float32 where that loses over 2 % of the update or `model.dtype` is it."""
+    compare_with: str | None = None
+    """Compare the result with another model on at most 200 held-out rows: `base` (`model.name`), a path or a hub id. Worse on
+    what the method trains for (likelihood, preference margin, rewards) fails a check."""
+    gate: Literal["better", "not_worse"] | None = None
+    """What that comparison has to show for `cogumi push` and for a run that starts from this one."""
+    anyway: bool = False
+    """Start from a run whose gate is not met."""
     base_mode: Literal["full", "dequant"] = "full"
     """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
 
@@ -353,6 +360,14 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
         ignored = "data.eval_source beside data.eval_rows: 0 would be ignored"
         raise origins.error(ignored, "data.eval_source", "drop one of the two")
     refuse_ignored(run, origins)
+    if run.cogumi.gate is not None and run.cogumi.compare_with is None:
+        message = "cogumi.gate without cogumi.compare_with has nothing to go by"
+        raise origins.error(message, "cogumi.gate", "set cogumi.compare_with: base as well")
+    if run.cogumi.compare_with is not None and (run.cogumi.environment is not None or run.data.eval_rows == 0):
+        reason, fix = "data.eval_rows: 0 holds no rows out", "set that to 100 or more, or drop it"
+        if run.cogumi.environment is not None:
+            reason, fix = "an environment scores its own episodes, and no completions of held-out prompts", "drop it"
+        raise origins.error(f"cogumi.compare_with: {reason}", "cogumi.compare_with", fix)
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
         message = f"cogumi.sharding: {run.cogumi.sharding} shares the model among several processes, and there is one"
         raise origins.error(message, "cogumi.sharding", "set cogumi.processes as well, or drop it")
