@@ -363,11 +363,6 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
     if run.cogumi.gate is not None and run.cogumi.compare_with is None:
         message = "cogumi.gate without cogumi.compare_with has nothing to go by"
         raise origins.error(message, "cogumi.gate", "set cogumi.compare_with: base as well")
-    if run.cogumi.compare_with is not None and (run.cogumi.environment is not None or run.data.eval_rows == 0):
-        reason, fix = "data.eval_rows: 0 holds no rows out", "set that to 100 or more, or drop it"
-        if run.cogumi.environment is not None:
-            reason, fix = "an environment scores its own episodes, and no completions of held-out prompts", "drop it"
-        raise origins.error(f"cogumi.compare_with: {reason}", "cogumi.compare_with", fix)
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
         message = f"cogumi.sharding: {run.cogumi.sharding} shares the model among several processes, and there is one"
         raise origins.error(message, "cogumi.sharding", "set cogumi.processes as well, or drop it")

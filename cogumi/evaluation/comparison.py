@@ -74,9 +74,6 @@ def compare_models(
     Raises:
         UsageError: No rows are held out, nothing could score them, or a model does not fit the configuration's tokenizer.
     """
-    if run.cogumi.environment is not None:
-        message = "it scores its own episodes, and no completions of held-out prompts"
-        raise UsageError(message, key="cogumi.environment", fix="compare by a configuration without one")
     base: RunBase | None = None
     try:
         run, base = prepare_base(run)
@@ -159,6 +156,9 @@ def read_held_out(
     run: RunConfig, examples: Examples, tokenizer: Any, rows: int
 ) -> tuple[list[Any], list[list[int]], dict[str, list[Any]]]:
     """Return the first `rows` held-out prompts, their ids, and what rewards take by name. Raises UsageError without any."""
+    if run.cogumi.environment is not None:
+        message = "it scores its own episodes, and no completions of held-out prompts"
+        raise UsageError(message, key="cogumi.environment", fix="compare by a configuration without one")
     if examples.held_out is None:
         raise UsageError("no rows are held out", key="data.eval_rows", fix="set it to 100 or more")
     if run.cogumi.method == "gspo":
