@@ -16,9 +16,10 @@ from finished_runs import FinishedRun
 import cogumi
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json, read_jsonl, write_json
+from cogumi.core.run_directory import read_json, read_jsonl, this_process, write_json
 from cogumi.evaluation import comparison
 from cogumi.evaluation.paired import Comparison
+from cogumi.evaluation.saved_models import read_setup
 from cogumi.health.verdict import Check
 from cogumi.methods.preparation import check_settings
 
@@ -184,7 +185,7 @@ def test_an_environment_that_scores_its_own_episodes_is_refused() -> None:
         "cogumi": {"method": "gspo", "environment": "calculator"},
     }
     run, nothing = load_config(values, cogumi__compare_with="base"), cast(Any, None)  # refused before they are read
-    with pytest.raises(UsageError, match="cogumi.compare_with: cogumi.environment: it scores its own episodes"):
+    with pytest.raises(UsageError, match=r"cogumi\.compare_with: cogumi\.environment: it scores its own episodes"):
         comparison.refuse_incomparable(run, nothing, nothing, nothing)
 
 
@@ -219,6 +220,16 @@ def test_a_comparison_that_fails_is_a_failed_check_and_one_that_is_killed_is_mad
     result = cogumi.train(chat)
     assert result.passed, str(result.verdict)
     assert [row["step"] for row in read_jsonl(kept / "metrics.jsonl") if "loss" in row] == steps
+
+
+def test_beside_a_gpu_a_run_may_load_its_own_result_(
+    finished_chat: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = Path(shutil.copytree(finished_chat.home, tmp_path / "run"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    status = {**read_json(run_dir / "status.json"), "state": "running", **this_process()}
+    write_json(run_dir / "status.json", status)
+    assert read_setup(run_dir).columns[-1] == "merged"  # tests/test_chat.py has what another process is told
 
 
 def test_the_margin_of_pairs_is_what_trl_measures(finished_dpo: FinishedRun, command_line: CommandLine) -> None:
