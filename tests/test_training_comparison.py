@@ -232,6 +232,18 @@ def test_beside_a_gpu_a_run_may_load_its_own_result_(
     assert read_setup(run_dir).columns[-1] == "merged"  # tests/test_chat.py has what another process is told
 
 
+@pytest.mark.slow("two runs of the small base")
+def test_base_sft_and_gspo_are_told_in_this_order(tmp_path: Path) -> None:
+    """The held-out likelihood before and after SFT, then the held-out reward before and after GSPO."""
+    options = {"cogumi__compare_with": "base", "cogumi__gate": "better", "train__seed": 3, "cogumi__samples_every": 0}
+    sft = cogumi.train("smoke/chat-sft", cogumi__run_dir=tmp_path / "sft", **options)
+    gspo = cogumi.train("smoke/chat-gspo", model__name=str(sft.merged), cogumi__run_dir=tmp_path / "gspo", **options)
+    for result, score in ((sft, "log_likelihood"), (gspo, "rewards")):
+        check = check_of(result.run_dir)
+        assert check["passed"], check
+        assert check["figure"].startswith(score)
+
+
 def test_the_margin_of_pairs_is_what_trl_measures(finished_dpo: FinishedRun, command_line: CommandLine) -> None:
     """TRL's rewards/margins is beta times the margin less that of the reference, which is the base."""
     home = finished_dpo.home

@@ -18,17 +18,8 @@ from cogumi.data.templates import read_template
 from cogumi.evaluation.judge_command import COMMAND, judge_of
 from cogumi.evaluation.paired import Comparison
 from cogumi.evaluation.reward_scores import Scored, call_rewards, read_rewards, read_weights
-from cogumi.evaluation.saved_models import (
-    BASE,
-    MAX_NEW_TOKENS,
-    MERGED,
-    MODEL,
-    ChatSetup,
-    LoadedModels,
-    ModelFiles,
-    read_setup,
-)
-from cogumi.health.verdict import Check
+from cogumi.evaluation.saved_models import BASE, MAX_NEW_TOKENS, MODEL, ChatSetup, LoadedModels, ModelFiles, read_setup
+from cogumi.health.verdict import Check, attempt
 from cogumi.methods.examples import DATA, Examples, prepare_examples, render_prompts
 from cogumi.methods.gspo import task_of
 from cogumi.methods.preparation import load_run_tokenizer, prepare_base
@@ -43,9 +34,7 @@ from cogumi.telemetry.status import run_above
 log = logging.getLogger("cogumi")
 REWARDS = "rewards"  # the score that is the weighted total of the configuration's rewards
 LOG_LIKELIHOOD = "log_likelihood"  # of the expected answer, in nats a token: minus its loss
-MARGIN = (
-    "preference_margin"  # log-likelihood of the chosen answer less that of the rejected one, in nats: DPO raises it
-)
+MARGIN = "preference_margin"  # log-likelihood of the chosen answer less that of the rejected one, in nats
 ANSWER_IDS = {MARGIN: "rejected_ids", LOG_LIKELIHOOD: "answer_ids"}  # what these scores need
 LIKELIHOOD_DIGITS = 3  # rounding differs between a merged model and its adapter, and is no difference of the models
 ANSWER_SCORES = ("exact_answer", "answer_similarity")
@@ -198,9 +187,8 @@ def read_scores(
     for score in scores:
         functions: list[Any] = []
         if score in ANSWER_IDS and ANSWER_IDS[score] not in columns:
-            message = (
-                f"prompts of {run.cogumi.method.upper()} have no {ANSWER_IDS[score].removesuffix('_ids')} to learn"
-            )
+            column = ANSWER_IDS[score].removesuffix("_ids")
+            message = f"prompts of {run.cogumi.method.upper()} have no {column} to learn"
             fix = "compare by a configuration of DPO" + (" or SFT, or by rewards" if score == LOG_LIKELIHOOD else "")
             raise UsageError(message, key=f"--score {score}", fix=fix)
         if score.startswith(COMMAND):
@@ -234,12 +222,17 @@ def refuse_incomparable(run: RunConfig, base: RunBase, examples: Examples, token
         raise UsageError(f"{error}", key="cogumi.compare_with", fix="or drop it") from None
 
 
-def compare_result(run: RunConfig, base: RunBase) -> Check:
-    """Compare the saved model of a run with `cogumi.compare_with` on held-out rows, and record it in comparison.json."""
+def compare_result(run: RunConfig, base: RunBase) -> list[Check]:
+    """Compare the saved model of a run with `cogumi.compare_with`; a comparison that raises is a failed check."""
+    return attempt(COMPARED, compare_saved, run, base)
+
+
+def compare_saved(run: RunConfig, base: RunBase) -> Check:
+    """Compare on held-out rows, and record it in comparison.json."""
     unsloth_rl.restore_classes(base.config.model_type)  # where no merge has
     path, other = run.run_dir / COMPARISON, str(run.cogumi.compare_with)
     path.unlink(missing_ok=True)  # of an earlier part of the run
-    if (run.run_dir / MERGED).is_dir():  # in full precision: a quantized base would be worse without any training
+    if (run.run_dir / "merged").is_dir():  # in full precision: a quantized base would be worse without any training
         run = run.model_copy(update={"model": run.model.model_copy(update={"quantization_config": None})})
     comparison = compare_models({other: other, RESULT: str(run.run_dir)}, run)
     write_json(path, comparison.as_dict())

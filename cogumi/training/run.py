@@ -24,15 +24,7 @@ from cogumi.core.errors import RefusedAtSetup, UsageError, best_effort
 from cogumi.core.formatting import one_line
 from cogumi.core.notices import quiet_libraries, show_seconds
 from cogumi.core.output import survive_closed_terminal
-from cogumi.core.run_directory import (
-    COMPARED,
-    DECISIONS,
-    SAMPLES_FILE,
-    create_run_dir,
-    read_jsonl,
-    write_atomic,
-    write_section,
-)
+from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
 from cogumi.evaluation.comparison import compare_result, refuse_incomparable
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.run_forecast import describe_weights
@@ -156,7 +148,7 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
             trained.fitted.checks.extend(merge_checks)
         if run.cogumi.compare_with is not None and trained.fitted.ended is None:
             enter_stage(heart, "compare", f"comparing the result with {run.cogumi.compare_with} on held-out rows")
-            trained.fitted.checks.extend(attempt(COMPARED, compare_result, run, base))
+            trained.fitted.checks.extend(compare_result(run, base))
         verdict = finish.record_verdict(run_dir, trained.fitted)
         if trained.adapter is not None and (
             limits := serving_limits(read_json(trained.adapter / "adapter_config.json"))
