@@ -184,7 +184,9 @@ def test_a_judge_command_scores_with_a_number_for_each_line(
     finished_chat: FinishedRun, tmp_path: Path, command_line: CommandLine
 ) -> None:
     judge = tmp_path / "judge.sh"
-    judge.write_text(f'#!/bin/sh\nwhile read -r line; do printf "%s\\n" "$line" >> {tmp_path}/seen; echo "${{#line}}"; done\n')
+    judge.write_text(
+        f'#!/bin/sh\nwhile read -r line; do printf "%s\\n" "$line" >> {tmp_path}/seen; echo "${{#line}}"; done\n'
+    )
     judge.chmod(0o755)
     words = ("compare", "base", finished_chat.home, "--score", f"command:{judge} strictly", "--json")
     status, output, beside = command_line(*words)

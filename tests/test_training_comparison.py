@@ -84,9 +84,11 @@ def test_other_scores_are_listed_and_fail_nothing() -> None:
     assert "60 rows; exact_answer worse (-1.0000)" in check.figure
 
 
+@pytest.mark.parametrize("merge", [True, False])
 def test_a_run_is_compared_with_its_base_when_its_own_model_has_left_memory(
-    chat: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    merge: bool, chat: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    chat["cogumi"]["merge"] = merge
     load = comparison.LoadedModels
 
     def parameters() -> set[int]:
@@ -112,6 +114,17 @@ def test_a_run_is_compared_with_its_base_when_its_own_model_has_left_memory(
     section = report[report.index('<h2 id="comparison">') :].split("</section>")[0]
     assert "wins/ties/losses 8/0/0" in section
     assert section.count("add ") >= 5  # rows side by side
+
+
+@pytest.mark.parametrize(("name", "score"), [("finished_dpo", "preference_margin"), ("finished_gspo", "rewards")])
+def test_pairs_are_judged_by_their_margin_and_gspo_by_the_held_out_reward(
+    name: str, score: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    values = yaml.safe_load((request.getfixturevalue(name).home / "config.yaml").read_text())
+    values["cogumi"] |= {"run_dir": str(tmp_path / "run"), "compare_with": "base"}
+    check = check_of(cogumi.train(values).run_dir)
+    assert check["figure"].startswith(f"{score} ")
+    assert check["requirement"] == "not worse"
 
 
 def test_a_result_that_is_worse_is_a_failed_check_and_its_gate_stops_push_and_the_next_stage(
