@@ -273,7 +273,8 @@ def compare(
     ] = None,
     rows: Annotated[int, Option(min=1, help="How many held-out prompts, at most.")] = 200,
     score: Annotated[
-        list[str] | None, Option(help="rewards, a reward's name, or file.py:function; may be repeated.")
+        list[str] | None,
+        Option(help="rewards, a reward's name, file.py:function or command:PROGRAM; may be repeated."),
     ] = None,
     panel: Annotated[bool, Option("--panel", help="Ask the package's sixty instructions: what broke?")] = False,
     as_json: AsJson = False,

@@ -274,6 +274,13 @@ class CogumiSection(Section):
     """Dtype of the merged model. auto: the base's; float32 where that loses over 2 % of the update or `model.dtype` is it."""
     forgetting: bool = False
     """At the end let the base and the result answer sixty instructions that come with the package, and report what broke."""
+    compare_with: str | None = None
+    """Compare the result with another model on at most 200 held-out rows: `base` (`model.name`), a path or a hub id. Worse on
+    what the method trains for (likelihood, preference margin, rewards) fails a check."""
+    gate: Literal["better", "not_worse"] | None = None
+    """What that comparison has to show for `cogumi push` and for a run that starts from this one."""
+    anyway: bool = False
+    """Start from a run whose gate is not met."""
     base_mode: Literal["full", "dequant"] = "full"
     """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
 
@@ -371,6 +378,9 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
             "data.options is for reasoning_gym: and verifiers:, not for this source", "data.options", "drop it"
         )
     refuse_ignored(run, origins)
+    if run.cogumi.gate is not None and run.cogumi.compare_with is None:
+        message = "cogumi.gate without cogumi.compare_with has nothing to go by"
+        raise origins.error(message, "cogumi.gate", "set cogumi.compare_with: base as well")
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
         message = f"cogumi.sharding: {run.cogumi.sharding} shares the model among several processes, and there is one"
         raise origins.error(message, "cogumi.sharding", "set cogumi.processes as well, or drop it")

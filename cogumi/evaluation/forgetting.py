@@ -122,7 +122,7 @@ def compare_panel(models: Mapping[str, str]) -> PanelComparison:
 def check_forgetting(run: RunConfig) -> Check:
     """Compare a run's base with its adapter or model, and write forgetting.json. An error is a warning: the model is there."""
     try:
-        setup = read_run(run.run_dir, in_run=True)
+        setup = read_run(run.run_dir)
         after = setup.columns[1]
         result = run_panel({name: replace(setup, columns=(name,)) for name in (BASE, after)})
         lines = result.lines(BASE, after)

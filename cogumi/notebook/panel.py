@@ -22,11 +22,10 @@ from cogumi.core import __version__
 from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.formatting import format_duration, format_memory
 from cogumi.core.notices import is_notebook
-from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FILE, read_section, write_atomic
-from cogumi.evaluation.saved_models import config_of
+from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FILE, config_of, read_section, write_atomic
 from cogumi.notebook import figures
 from cogumi.notebook import html_components as html
-from cogumi.notebook.completions import render_columns, render_samples
+from cogumi.notebook.completions import render_columns, render_recorded, render_samples
 from cogumi.telemetry.status import (
     BROKEN_OFF,
     Status,
@@ -299,6 +298,7 @@ def render_report(look: RunSnapshot) -> str:
         "Rewards": rewards(run),
         "Completions": completions(run),
         "What broke": forgetting(run),
+        "Comparison": render_recorded(run),
         "Data": data(run),
         "Memory": memory(run, metrics.get("memory", {})),
         "Merge": merge(run),

@@ -205,6 +205,11 @@ def is_run(directory: Path) -> bool:
     return any((directory / name).exists() for name in ("status.json", START, CONSOLE))
 
 
+def run_above(place: Path) -> Path | None:
+    """Return the run that a directory is or is a part of, such as its adapter, merged model or checkpoint."""
+    return next((path for path in (place, *place.resolve().parents[:2]) if place.exists() and is_run(path)), None)
+
+
 def runs_in(path: Path) -> list[Path]:
     """Return the run in a directory, or those below it. Raises UsageError with a hint if there is none."""
     runs = [path] if is_run(path) else runs_below(path)

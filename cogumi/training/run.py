@@ -25,6 +25,7 @@ from cogumi.core.formatting import one_line
 from cogumi.core.notices import quiet_libraries, show_seconds
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
+from cogumi.evaluation.comparison import compare_result, refuse_incomparable
 from cogumi.evaluation.forgetting import check_forgetting
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.run_forecast import describe_weights
@@ -146,6 +147,9 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
         if trained.adapter is not None and trained.live is not None:
             merged, merge_checks = finish.try_merge(run, trained.adapter, base.name, trained.live, prepared.original)
             trained.fitted.checks.extend(merge_checks)
+        if run.cogumi.compare_with is not None and trained.fitted.ended is None:
+            enter_stage(heart, "compare", f"comparing the result with {run.cogumi.compare_with} on held-out rows")
+            trained.fitted.checks.extend(compare_result(run, base))
         if run.cogumi.forgetting and trained.fitted.ended is None:
             enter_stage(heart, "forgetting", "base and trained model answer the instructions of the forgetting panel")
             trained.fitted.checks.append(check_forgetting(run))
@@ -235,6 +239,7 @@ def prepare(run: RunConfig, base: RunBase) -> Prepared:
     if run.model.quantization_config is not None or quantization_of(base.config) is not None:
         weights = describe_weights(base.config, resolve_dtype(run.model.dtype), run.model.quantization_config)
     examples = prepare_examples(run, tokenizer, base.config)
+    refuse_incomparable(run, base, examples, tokenizer)
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
         gspo.try_task(run, examples.train.dataset, tokenizer)
