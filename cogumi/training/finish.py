@@ -27,6 +27,7 @@ from cogumi.core.run_directory import (
     write_section,
 )
 from cogumi.health.flags import HELD_OUT_COMPLETIONS, red_flags
+from cogumi.health.rules import REPEATS
 from cogumi.health.verdict import RAISED, Check, Scale, Verdict, failed_check, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import logits
@@ -312,7 +313,7 @@ def make_verdict(fitted: TrainingOutcome) -> Verdict:
     raised = (flag for flag in sentinel.flags if flag.evidence.startswith(RAISED))
     checks += [Check(flag.name, flag.evidence, "judged", False, "read run.log") for flag in raised]
     # Whatever its loss and its merge are worth: this model writes nothing.
-    mute = (flag for flag in red_flags(sentinel.flags) if flag.name == HELD_OUT_COMPLETIONS)
+    mute = (flag for flag in red_flags(sentinel.flags) if flag.name == HELD_OUT_COMPLETIONS and flag.cause != REPEATS)
     checks += [Check(flag.name, flag.evidence, "text", False, f"{flag.cause}: change {flag.knob}") for flag in mute]
     if ended is not None and ended.state != SANITY_CHECKED:
         checks.append(Check(ended.state, ended.reason, "the training to its end", False, RESUME_HINTS[ended.state]))
