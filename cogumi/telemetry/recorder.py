@@ -36,6 +36,7 @@ from cogumi.core.run_directory import (
     write_atomic,
     write_json,
 )
+from cogumi.core.signatures import known_cause_of
 from cogumi.data.chat import transcript_of
 from cogumi.merge.stream import available_cores
 from cogumi.models.completion import complete_with_ends
@@ -420,8 +421,11 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
             when = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
             state, reason = "stopped", f"asked to by {by}: {when}"
         log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
+        known = known_cause_of(error) if state == "failed" else {}
+        if "cause" in known:
+            log.error("known cause: %s Fix: %s", known["cause"], known["fix"])
         try:
-            set_status(run_dir, state, reason=redact_text(reason))
+            set_status(run_dir, state, reason=redact_text(reason), **known)
         except OSError as unwritten:  # a full disk must not hide what went wrong first
             log.error("status.json could not be written: %s", unwritten)
         raise

@@ -42,9 +42,10 @@ MAX_HINTED_RUNS = 3
 class Status:
     """A run as it was at one look. Times are seconds since 1970; None is what the run does not tell (yet).
 
-    state: as in status.json, or died (the process disappeared), or refused (at its start; there is no run). alive: None if
-    this machine cannot tell. began: when the process did. last_sign: when the run last wrote its status or heartbeat.
-    latest, latest_steps: the last value of each metric, and its step. log: the file with the run's messages.
+    state: as in status.json, or died (the process disappeared), or refused (at its start; there is no run). cause, fix: of a
+    known failure that ended it. retriable: another try may succeed. alive: None if this machine cannot tell. began: when the
+    process did. last_sign: when the run last wrote its status or heartbeat. latest, latest_steps: the last value of each
+    metric, and its step. log: the file with the run's messages.
     """
 
     run_dir: str
@@ -54,6 +55,9 @@ class Status:
     steps: int | None
     eta_seconds: float | None
     reason: str | None
+    cause: str | None
+    fix: str | None
+    retriable: bool | None
     alive: bool | None
     pid: int | None
     host: str | None
@@ -120,6 +124,7 @@ def status_of(run_dir: Path) -> Status:
         steps=beat.get("steps"),
         eta_seconds=beat.get("eta_seconds") if state in AT_WORK else None,
         reason=reason,
+        **{key: newest.get(key) for key in ("cause", "fix", "retriable")},
         alive=alive,
         **{key: newest.get(key) for key in ("pid", "host", "began")},
         last_sign=last_sign,
@@ -254,10 +259,17 @@ def format_sentence(status: Status) -> str:
         f"flags: {counted}" if status.ended and counted else "",
         *map(format_missed_check, missed),
         " ".join((status.reason or "").split()),
+        format_cause(status),
         describe_resume(status),
         f"the merged model is {relative_path(str(merged))}" if status.ended and merged.is_dir() else "",
     ]
     return escape_controls("; ".join(filter(None, parts)))
+
+
+def format_cause(status: Status) -> str:
+    """Return cause and fix of a known failure, and whether to try again; "" for another run."""
+    known = f"known cause: {status.cause} Fix: {status.fix}" if status.cause else ""
+    return "; ".join(filter(None, (known.rstrip("."), "another try may succeed" if status.retriable else "")))
 
 
 def describe_resume(status: Status) -> str:
@@ -275,6 +287,7 @@ def format_screen(status: Status) -> str:
     lines = [
         format_headline(status),
         " ".join((status.reason or "").split()),
+        format_cause(status),
         f"last sign of life {format_duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
         format_metrics(status),
         format_machine(status.heartbeat),
