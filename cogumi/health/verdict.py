@@ -30,7 +30,7 @@ from cogumi.rl.watch import RECORD
 log = logging.getLogger("cogumi")
 DIVERGED_SHARE = 0.5  # of the first loss, by which the last ones are above it
 RAISED = "it raised "  # how the evidence of a flag begins that is a failed check
-COSTS_TIME = {"waiting for data", "clip fraction", "gradient clipping"}  # flags that say nothing of what is learned
+COSTS_TIME = {"GPU", "waiting for data", "clip fraction", "gradient clipping"}  # they say nothing of what is learned
 
 
 class Scale(StrEnum):
