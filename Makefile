@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm test-torch27 lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
+.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm test-ecosystem test-torch27 real lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -37,9 +37,17 @@ test-unsloth: .venv-unsloth/lane
 test-vllm: .venv-vllm/lane
 	.venv-vllm/bin/python -m pytest tests/test_vllm.py tests/test_vllm_parity.py tests/test_vllm_sizing.py
 
+# Not part of `make test`: reasoning-gym and verifiers, in an environment of their own.
+test-ecosystem: .venv-ecosystem/lane
+	.venv-ecosystem/bin/python -m pytest tests/test_task_packages.py
+
 # Not part of `make test`: torch 2.7, whose Dynamo cannot trace a 4-bit layer, for graph_break's last strategy.
 test-torch27: .venv-torch27/lane
 	.venv-torch27/bin/python -m pytest --noconftest tests/test_graph_break_older_torch.py
+
+# Not part of `make test`: the whole path on SmolLM2-135M, 25 minutes on two cores (docs/real-model.md).
+real: .venv/test .real/packages
+	PYTHONPATH=.real $(PYTHON_IN) -m benchmarks real
 
 lint: .venv/test
 	$(PYTHON_IN) -m ruff check .
@@ -110,6 +118,15 @@ check-urls: .venv/test
 	sh requirements/install.sh vllm
 	touch $@
 
+.real/packages: requirements/real.txt
+	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .real -r $<
+	echo '*' >.real/.gitignore
+	touch $@
+
+.venv-ecosystem/lane: $(LANES) requirements/ecosystem.in
+	sh requirements/install.sh ecosystem
+	touch $@
+
 .venv-torch27/lane: requirements/torch-2.7.in
 	python3 -m venv .venv-torch27
 	echo '*' >.venv-torch27/.gitignore
@@ -117,4 +134,4 @@ check-urls: .venv/test
 	touch $@
 
 clean:
-	rm -rf .venv .venv-unsloth .venv-vllm .venv-torch27 runs
+	rm -rf .venv .venv-unsloth .venv-vllm .venv-ecosystem .venv-torch27 .real runs

@@ -26,8 +26,8 @@ CPU = {
 # Not in `cpu`: six minutes to half an hour each; merge takes 14 GB of disk, faults and data 10 GB, merge_check 7 GB.
 ALONE = {
     name: f"{name}:run"
-    for name in ("merge", "faults", "data", "stages", "rollouts", "gspo_clip", "ratio_noise", "merge_check")
-}  # fmt: skip
+    for name in ("merge", "faults", "data", "stages", "rollouts", "gspo_clip", "ratio_noise", "merge_check", "real")
+} | {"first_runs": "real:first_runs"}
 NAMES = ("cpu", "gpu", *CPU, *ALONE)
 
 

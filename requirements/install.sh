@@ -2,11 +2,11 @@
 # Create .venv and install the lane that fits this machine's NVIDIA driver, or a CPU lane if there is no NVIDIA GPU.
 # A GPU whose driver fails is an error; LANE=cpu installs a CPU lane all the same.
 # `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
-# `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth; `vllm` makes .venv-vllm.
+# `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth; `vllm` and `ecosystem` likewise.
 set -eu
 cd "$(dirname "$0")/.."
 venv=.venv
-case ${1:-} in unsloth | vllm) venv=.venv-$1 ;; esac
+case ${1:-} in unsloth | vllm | ecosystem) venv=.venv-$1 ;; esac
 
 # The kernel's signs of an NVIDIA GPU, which need none of the driver's tools (cogumi.stack.host.find_gpu_sign looks for the same).
 find_gpu_sign() {
@@ -124,7 +124,11 @@ fi
 if [ $venv != .venv ]; then
     # Without dependencies, and so without `pip check`: requirements/*-cpu-overrides.in say which are left out.
     install -r requirements/test.txt
-    install --no-deps -r requirements/$1-cpu.txt
+    if [ "$1" = ecosystem ]; then
+        $venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/ecosystem.in
+    else
+        install --no-deps -r requirements/$1-cpu.txt
+    fi
 elif [ -z "$missing" ]; then
     $venv/bin/python -m pip check
 elif $venv/bin/python -m pip check | grep -v "$missing" | grep -v '^No broken'; then

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import signal
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from chat_tokenizers import chat_tokenizer
@@ -227,7 +229,9 @@ def test_a_run_without_its_end_answers_from_its_last_good_checkpoint(
     shutil.copytree(finished_sft.home, home)
     for name in ("adapter", "merged"):
         shutil.rmtree(home / name)
-    write_json(home / "status.json", {"state": "running", "stage": "train", **this_process()})
+    other = psutil.Process(os.getppid())
+    trains = this_process() | {"pid": other.pid, "began": other.create_time()}
+    write_json(home / "status.json", {"state": "running", "stage": "train", **trains})
     setup = read_setup(home)
     assert (setup.columns, setup.files.adapter) == (("base", "adapter"), home / "checkpoints" / "checkpoint-6")
     assert "checkpoint-6, its last good checkpoint" in setup.note

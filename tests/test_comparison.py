@@ -3,21 +3,27 @@
 import json
 import math
 import re
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import edit_tensors
+import torch
+from builders import add_tensors, edit_tensors
 from finished_runs import FinishedRun
+from safetensors.torch import load_file
 
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_jsonl
+from cogumi.core.run_directory import config_of, read_jsonl
+from cogumi.evaluation import judge_command
 from cogumi.evaluation.comparison import Comparison, compare_models
 from cogumi.evaluation.paired import compare_paired, sign_test
-from cogumi.evaluation.saved_models import config_of
 from cogumi.methods.examples import prepare_examples
 from cogumi.models.loading import load_model, load_tokenizer, read_base
 from cogumi.notebook import completions
@@ -174,6 +180,101 @@ def test_a_function_of_the_user_scores_and_its_error_is_one_line(
     assert "ZeroDivisionError" in beside.splitlines()[-1]
 
 
+def test_a_judge_command_scores_with_a_number_for_each_line(
+    finished_chat: FinishedRun, tmp_path: Path, command_line: CommandLine
+) -> None:
+    judge = tmp_path / "judge.sh"
+    judge.write_text(
+        f'#!/bin/sh\nwhile read -r line; do printf "%s\\n" "$line" >> {tmp_path}/seen; echo "${{#line}}"; done\n'
+    )
+    judge.chmod(0o755)
+    words = ("compare", "base", finished_chat.home, "--score", f"command:{judge} strictly", "--json")
+    status, output, beside = command_line(*words)
+    assert status == 0, beside
+    report, seen = json.loads(output), (tmp_path / "seen").read_text().splitlines()
+    (scores,) = report["scores"].values()
+    assert [scores["base"], scores[str(finished_chat.home)]] == [[*map(len, seen[:4])], [*map(len, seen[4:])]]
+    rows = [json.loads(line) for line in seen]
+    assert [row["completion"] for row in rows] == [text for texts in report["written"].values() for text in texts]
+    assert {row["answer"] for row in rows} == set(report["answers"])
+    assert set(rows[0]) == {"prompt", "completion", "answer"}
+
+
+def test_standard_output_has_the_table_alone_and_standard_error_a_line_a_stage(
+    finished_chat: FinishedRun, tmp_path: Path
+) -> None:
+    more = Path(shutil.copytree(finished_chat.home / "merged", tmp_path / "more"))
+    add_tensors(more, {"not_of_the_model.weight": torch.zeros(3)})  # of which transformers prints a table
+    words = [
+        sys.executable,
+        "-m",
+        "cogumi",
+        "compare",
+        "base",
+        str(more),
+        "--config",
+        finished_chat.home / "config.yaml",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 held-out prompts; ")
+    stages = [line for line in done.stderr.splitlines() if "completes and scores 4 held-out prompts" in line]
+    others = set(done.stderr.splitlines()) - set(stages)
+    assert len(stages) == 2
+    assert not [line for line in others if not line.startswith(("prepared data", "Failed to load CPU gemm"))], others
+
+
+BROKEN_JUDGES = {
+    "./nowhere": "there is no program './nowhere' that can be run",
+    "": "there is no program '' that can be run",
+    "sh 'unclosed": "No closing quotation",
+    "false": "it ended with status 1",
+    "sh -c 'cat; echo 1; echo 2; echo 3'": "it printed more than 2 lines for 2 rows",
+    "yes": "it printed more than 2 lines for 2 rows",
+    "cat /dev/zero": "it printed more than 2 lines for 2 rows",
+    "echo 1": "it printed 1 lines for 2 rows",
+    "sh -c 'echo 1; echo good'": "line 2 of its output is 'good', and no number",
+    "sh -c 'echo nan; echo 1'": "line 1 of its output is 'nan', and no number",
+    "sh -c 'echo 1; echo 2; exec >&-; sleep 60 & wait'": "it was killed, after its limit of 1 s for 2 rows",
+    "sh -c 'kill -TERM $$'": "it ended with status -15",
+}
+
+
+@pytest.mark.parametrize("command", BROKEN_JUDGES)
+def test_a_judge_that_does_not_score_is_refused_in_one_line(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_command, "START_SECONDS", 1)
+    monkeypatch.setattr(judge_command, "ROW_SECONDS", 0)
+    began = time.monotonic()
+    with pytest.raises(UsageError) as refused:
+        judge_command.judge_of(f"command:{command}")(["?"] * 2, ["!"] * 2)
+    assert time.monotonic() - began < 20
+    assert str(refused.value).startswith(f"--score command:{command}: {BROKEN_JUDGES[command]}"), refused.value
+
+
+DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "zeroed": torch.zeros_like,
+    "four times": lambda tensor: tensor * 4,  # 1.5 times is not told apart here
+    "permuted rows": lambda tensor: tensor.roll(1, 0),
+    "permuted columns": lambda tensor: tensor.flip(1),
+}
+
+
+def test_a_merge_with_one_damaged_tensor_is_told_worse(finished_chat: FinishedRun, tmp_path: Path) -> None:
+    right, name = finished_chat.home / "merged", "model.layers.{}.mlp.down_proj.weight"
+    weights = load_file(right / "model.safetensors")
+    models = {"right": str(right)}
+    for kind, damage in DAMAGES.items():
+        models[kind] = shutil.copytree(right, tmp_path / kind)
+        edit_tensors(tmp_path / kind, lambda key, tensor, do=damage: do(tensor) if key == name.format(1) else tensor)
+    models["swapped layers"] = shutil.copytree(right, tmp_path / "swapped")
+    swapped = {name.format(at): weights[name.format(1 - at)] for at in (0, 1)}
+    edit_tensors(tmp_path / "swapped", lambda key, tensor: swapped.get(key, tensor))
+    run = load_config(finished_chat.home / "config.yaml", data__eval_rows=30, cogumi__run_dir=str(tmp_path / "other"))
+    actual = compare_models({kind: str(place) for kind, place in models.items()}, run, 30, ["log_likelihood"])
+    verdicts = {kind: actual.paired("log_likelihood", "right", kind).verdict for kind in models}
+    assert verdicts == {"right": "equal"} | dict.fromkeys([*DAMAGES, "swapped layers"], "worse")
+
+
 REFUSED = {
     "base": "base is compared with nothing; name a second model",
     "base nowhere": "--config: none of base, nowhere is a run",
@@ -212,10 +313,11 @@ def test_the_notebooks_table_marks_each_answer_right_or_wrong(monkeypatch: pytes
         ]
         for row in re.findall("<tr.*?</tr>", html, re.DOTALL)
     ]
+    difference = "+0.500 (+0.000 to +1.000), not told apart; wins/ties/losses 1/1/0"
     assert rows == [
         ["asked", "SFT", "GSPO", "right"],
         ["exactly right, mean", "0.500", "1.000", ""],
-        ["exactly right, difference to SFT (95 % interval)", "", "+0.500 (+0.000 to +1.000), not told apart", ""],
+        ["exactly right, difference to SFT (95 % interval)", "", difference, ""],
         ["Rename a to b:", "b = 1 right", "b = 1 right", "b = 1"],
         ["the second", "a < c wrong", "b < c right", "b < c"],
     ]

@@ -19,6 +19,7 @@ from cogumi.health.flags import (
     PairLosses,
     RunHistory,
     RunSettings,
+    SampleCounts,
     WordOverlap,
     noise,
     red_flags,
@@ -478,6 +479,28 @@ def test_a_small_update_is_yellow_until_the_loss_falls(losses: list[float], rate
     expected = "yellow" if is_small and losses[-1] == losses[0] else "green"
     assert levels(run_of(losses, setting))["update size"] == expected
     assert "update size" not in levels(run_of(losses[:3], setting))
+
+
+@pytest.mark.parametrize(("after", "level"), [(1.959, "green"), (2.326, "yellow")])
+def test_a_held_out_loss_that_fell_says_that_a_small_update_is_enough(after: float, level: str) -> None:
+    setting = replace(SFT, learning_rate=1e-7, max_steps=20, spacings_per_rate=100.0)
+    run = replace(run_of([3.0, 2.0] * 10, setting), held_out=[2.371, after])  # too noisy to see a fall
+    assert levels(run)["update size"] == level
+
+
+def test_scatter_is_no_fault_where_the_held_out_loss_fell() -> None:
+    noisy = run_of([2.2, 1.1, 1.9, 0.9] * 5, replace(SFT, examples_per_step=4))
+    assert levels(noisy)["loss noise"] == "red"
+    assert levels(replace(noisy, held_out=[2.371, 0.86]))["loss noise"] == "green"
+
+
+def test_a_loss_that_swings_far_above_its_start_has_the_rate_as_its_one_cause() -> None:
+    swings = [2.242, 2.206, 7.899, 6.978, 3.073, 8.091, 13.281, 6.429, 4.53, 6.676, 4.835, 2.97, 9.801, 5.725]
+    run = run_of([*swings, 5.266, 4.583, 8.9, 5.403, 3.767, 3.111], replace(SFT, learning_rate=1e-2))
+    blank = [SampleCounts(0, 4), SampleCounts(20, 4, blank=4)]
+    flags = judge(replace(run, written=blank))
+    assert [flag.name for flag in flags if flag.level == "red"] == ["loss trend"]
+    assert "rate is too high" in flags[0].cause
 
 
 def test_rewards_are_read_at_the_steps_that_sampled() -> None:

@@ -125,13 +125,14 @@ def test_a_finished_run_is_all_there(run: Path) -> None:
     assert len(images) > 3 + 3  # curves; lengths; change by layer, of attention and the rest
     assert all(len(alternative) > 30 for alternative in images)
     assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
-    headings = "Verdict, What it was, Flags, Curves, Completions, Data, Memory, Merge, Checkpoints"
+    headings = "Verdict, What it was, Flags, Curves, Completions, What broke, Data, Memory, Merge, Checkpoints"
     assert list(page.sections)[1:] == [*headings.split(", "), "Log", "Configuration"]
 
     verdict = read_json(run / "verdict.json")
     assert verdict["passed"] == page.sections[""].lstrip().startswith("run: passed")
     for check in verdict["checks"]:
         assert check["figure"] in page.sections["Verdict"]
+    assert "cogumi compare base RUN_DIR --panel" in page.sections["What broke"]
     said = page.sections["What it was"]
     came_to = read_json(run / "metrics.json")
     for fact in ("sft, LoRA", "6 of 6", f"{came_to['tokens']:,}", f"${came_to['cost']:.2f}", "no GPU"):

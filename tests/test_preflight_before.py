@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -13,20 +14,21 @@ import prepared_process
 import pytest
 import yaml
 from builders import run_config
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 from trl import pack_dataset
 
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import DECISIONS, SETTINGS, read_json, read_section, write_section
+from cogumi.core.safetensors_file import make_header
 from cogumi.data.packing import with_labels
 from cogumi.forecast import data_sample
 from cogumi.forecast.memory_forecast import Target, find_target
 from cogumi.forecast.run_forecast import forecast_in_worker, forecast_lines, forecast_run
 from cogumi.methods.examples import prepare_examples
 from cogumi.methods.step_split import split_step
-from cogumi.models.base import RunBase
+from cogumi.models.base import RunBase, meta_model
 from cogumi.models.loading import load_tokenizer, read_base
 from cogumi.stack.gpus import parse_card
 from cogumi.telemetry.recorder import Telemetry
@@ -121,13 +123,22 @@ def test_the_first_rollouts_correct_what_was_forecast_of_them(
 def test_what_cannot_fit_is_refused_before_it_is_loaded(
     tiny_model: Path, code_parquet: Path, tmp_path: Path, forked: None
 ) -> None:
-    """A width of which one row of logits and activations is far more than this machine has; there are no such weights."""
+    """A width of which one row of logits and activations is far more than this machine has; its weights are a hole."""
     wide = tmp_path / "wide"
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(wide)
     LlamaConfig(
         hidden_size=16384, intermediate_size=65536, num_attention_heads=128, num_hidden_layers=80, vocab_size=500_000,
         architectures=["LlamaForCausalLM"], dtype="bfloat16",
     ).save_pretrained(wide)  # fmt: skip
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in meta_model(AutoConfig.from_pretrained(wide)).state_dict().items()
+    }
+    header = make_header(
+        {"format": "pt"}, [(name, "BF16", shape, 2 * math.prod(shape)) for name, shape in shapes.items()]
+    )
+    with (wide / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + 2 * sum(map(math.prod, shapes.values())))
     config = config_of(wide, code_parquet, tmp_path / "run")
     with pytest.raises(
         UsageError, match=r"^memory: \d[\d.,]* GiB of .*; set .*\(or cogumi.preflight: off, which starts"

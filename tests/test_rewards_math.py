@@ -68,13 +68,13 @@ def test_what_takes_too_long_is_not_scored_and_the_next_one_is() -> None:
 
 def test_a_process_that_was_killed_is_another_one_next_time() -> None:
     assert math_answer(["1"], answer=["1"]) == [1.0]
-    (worker,) = math_answers._workers
+    worker = math_answers._workers["math_verify"]
     os.kill(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
     lost, scored = math_answer(["1", "1"], answer=["1", "1"])
     assert math.isnan(lost or 0.0)
     assert scored == 1.0
-    assert math_answers._workers[0].process.pid != worker.process.pid
+    assert math_answers._workers["math_verify"].process.pid != worker.process.pid
 
 
 def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch, golden: Golden) -> None:
@@ -86,9 +86,9 @@ def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch, gold
 
 def test_the_process_ends_by_itself_where_the_asking_one_is_gone() -> None:
     math_answer(["1"], answer=["1"])
-    (worker,) = math_answers._workers
+    worker = math_answers._workers["math_verify"]
     worker.send(resource.getrlimit, resource.RLIMIT_AS)
     assert worker.receive(60)[0] <= math_answers.MEMORY_BYTES
-    worker.send(math_answers.compare, "3", r"\boxed{9^{9^{9}}}", 0.2)
+    worker.send(math_answers.limited, 0.2, math_answers.compare, "3", r"\boxed{9^{9^{9}}}")
     assert worker.process.wait(timeout=60) == -signal.SIGXCPU
     math_answers.close()

@@ -118,6 +118,8 @@ def test_a_killed_run_is_seen_to_have_died_and_started_again_goes_on_until_it_is
     run.dashboard()
     screen = capsys.readouterr().out
     assert "was ended by SIGKILL" in screen
+    assert "last sign of life" in screen
+    assert "tokens/s" not in screen.partition("\n--- ")[0]
     goes_on = f"the newest checkpoint is {died.checkpoint}; the same command resumes from it"
     assert f"\n{goes_on}\n" in screen
     with pytest.raises(UsageError, match=f"died, step .*; this run is not training; {goes_on}$"):
@@ -163,6 +165,23 @@ def test_a_number_that_is_somebody_elses_by_now_is_not_signalled(tmp_path: Path)
     until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
     assert is_running(record) is False
     child.wait()
+
+
+def test_a_run_that_starts_again_after_a_kill_shows_no_step_of_the_process_before(tmp_path: Path) -> None:
+    gone = {"pid": 2**22 - 1, "host": socket.gethostname(), "began": 1.0}
+    write_json(tmp_path / "status.json", {"state": "running", "stage": "train", "time": 2.0, **gone})
+    write_json(
+        tmp_path / "heartbeat.json", {"time": 2.0, "step": 9, "steps": 20, "eta_seconds": 60.0, "stage": "train"}
+    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9, "loss": 1.0}\n')
+    died = status_of(tmp_path)
+    assert (died.state, died.stage, died.step, died.eta_seconds) == ("died", None, 9, None)
+    write_json(tmp_path / START, {**this_process(), "time": 3.0})
+    starting = status_of(tmp_path)
+    assert (starting.state, starting.step, starting.steps, starting.eta_seconds) == ("starting", None, None, None)
+    write_json(tmp_path / "status.json", {"state": "running", "stage": "load", "time": 4.0, **this_process()})
+    write_json(tmp_path / "heartbeat.json", {"time": 4.0, "step": 0, "steps": None, "eta_seconds": None})
+    assert status_of(tmp_path).step is None
 
 
 def test_a_resumed_run_that_ends_before_it_has_a_status_has_failed(tmp_path: Path) -> None:

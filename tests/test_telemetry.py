@@ -242,7 +242,7 @@ def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: P
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
     prompts = Dataset.from_dict({"prompt": ["a", "b"], "prompt_ids": [[5], [6]]})
-    write_samples(tmp_path, model, tokenizer, prompts, 1, ())
+    write_samples(tmp_path, model, tokenizer, prompts, 1, {})
     assert any(row["completion"] for row in read_jsonl(tmp_path / "samples.jsonl"))
     assert tokenizer.eos_token_id == 0
     torch.nn.init.zeros_(model.lm_head.weight)  # of logits that are all equal the first is taken
@@ -570,6 +570,7 @@ def test_without_a_word_of_it_a_run_has_samples_and_a_held_out_curve_and_says_wh
     log = (result.run_dir / "run.log").read_text()
     assert re.search(rf"held-out loss: \d+ rows before the first step, every {every} steps and at the end", log)
     assert "samples: 4 held-out prompts before the first step, every 50 steps and at the end" in log
+    assert "up to 62 tokens each" in log  # 5 % of 52 steps of 8 examples, a step counted three times
     spent = read_json(result.run_dir / "metrics.json")["seconds"]
     assert 0 < spent["samples"] < spent["train"]
     assert spent["eval"] > 0
@@ -595,3 +596,45 @@ def test_the_memory_of_a_gpu_is_not_asked_of_the_cuda_runtime(
     used, utilization_percent = (7, 97) if has_nvml else (5, None)
     expected = {"name": "H100", "used": used, "total": 9, "utilization_percent": utilization_percent}
     assert Heartbeat(tmp_path, Meter(None)).gpu() == expected
+
+
+def test_a_short_run_measures_as_many_held_out_rows_as_it_can_pay_for_and_says_so(sft: Config) -> None:
+    sft["data"]["eval_rows"] = 40
+    sft["train"] |= {"max_steps": 25, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 5}
+    sft["cogumi"] |= {"compile": "off", "sanity": 5}
+    run_dir = cogumi.train(sft).run_dir
+    del sft["cogumi"]["sanity"]
+    result = cogumi.train(sft)  # resumed, with the same rows
+    log = (run_dir / "run.log").read_text()
+    assert log.count("held-out loss: on 15 of the 28 rows, 5 % of the training's computing") == 2
+    assert "held-out loss after the last step, of 15 rows" in log
+    assert read_json(run_dir / "decisions.json")["held_out_loss"] == {"measured": 15, "held_out": 28}
+    assert result.passed, str(result.verdict)
+
+    every = cogumi.train(sft, train__eval_strategy="no", cogumi__run_dir=str(run_dir.with_name("every")))
+    assert "of 28 rows" in (every.run_dir / "run.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        (
+            {"save_strategy": "no"},
+            "train.save_strategy: no writes no checkpoint before the end of 200000 steps, in about",
+        ),
+        (
+            {"save_strategy": "steps", "save_steps": 300_000},
+            "train.save_steps: 300000 writes no checkpoint before the end",
+        ),
+        ({"save_strategy": "steps", "save_steps": 1000}, ""),
+        ({"save_strategy": "epoch"}, ""),
+    ],
+)
+def test_a_long_run_that_saves_nothing_on_the_way_is_warned_of(train: Config, says: str, sft: Config) -> None:
+    sft["train"] |= {"max_steps": 200_000, **train}
+    sft["cogumi"] |= {"compile": "off", "sanity": 5, "samples_every": 0}
+    lines = (cogumi.train(sft).run_dir / "run.log").read_text().splitlines()
+    warnings = [line for line in lines if "writes no checkpoint" in line]
+    assert len(warnings) == bool(says)
+    fix = "; set train.save_strategy: steps and train.save_steps: 20000"
+    assert all(says in line and "WARNING" in line and line.endswith(fix) for line in warnings)

@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import transformers
 import yaml
 from finished_runs import FinishedRun, hashes
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 import cogumi
@@ -531,18 +533,60 @@ def test_a_run_directory_that_takes_no_files_is_refused_before_the_data_is_read(
         cogumi.train(sft, cogumi__run_dir="/proc/cogumi/run", data__source=str(tmp_path / "empty.parquet"))
 
 
-def test_a_model_without_weights_or_tokenizer_is_one_line(sft: Config, tiny_model: Path, tmp_path: Path) -> None:
-    for missing, says in (
-        ("model.safetensors", "no file named model.safetensors"),
-        ("tokenizer.json", "holds no tokenizer: none of tokenizer.json"),
-    ):
-        broken = shutil.copytree(tiny_model, tmp_path / f"without-{missing}")
-        (broken / missing).unlink()
+def shard(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    for number, name in enumerate(tensors):
+        save_file({name: tensors[name]}, model / f"part-{number}.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: f"part-{number}.safetensors" for number, name in enumerate(tensors)}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "model.safetensors").unlink()
+
+
+def lose_a_shard(model: Path) -> None:
+    shard(model)
+    (model / "part-1.safetensors").unlink()
+
+
+def save_as_bin(model: Path) -> None:
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "holds no weights: none of model.safetensors": lambda model: (model / "model.safetensors").unlink(),
+    "holds no tokenizer: none of tokenizer.json": lambda model: (model / "tokenizer.json").unlink(),
+    "part-1.safetensors is missing, which model.safetensors.index.json names": lose_a_shard,
+    "has no model.safetensors and no index of shards": save_as_bin,  # which trains, and does not merge
+    "model.safetensors is empty": lambda model: (model / "model.safetensors").write_bytes(b""),
+    "is not a whole safetensors file": lambda model: (model / "model.safetensors").write_bytes(
+        b"version https://git-lfs"
+    ),
+}
+
+
+@pytest.mark.parametrize("says", DAMAGE)
+def test_files_that_a_model_lacks_are_told_in_one_line_before_the_data_is_read(
+    says: str, sft: Config, tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(tiny_model, tmp_path / "broken")
+    DAMAGE[says](broken)
+    pl.DataFrame({"source": []}, schema={"source": pl.String}).write_parquet(tmp_path / "empty.parquet")
+    for command in (cogumi.train, cogumi.preflight):
         with pytest.raises(UsageError) as caught:
-            cogumi.train(sft, model__name=str(broken))
+            command(sft, model__name=str(broken), data__source=str(tmp_path / "empty.parquet"))
         assert says in str(caught.value)
+        assert str(broken) in str(caught.value)
+        assert caught.value.fix
         assert "\n" not in str(caught.value)
         assert not Path(sft["cogumi"]["run_dir"]).exists()
+
+
+def test_a_model_in_shards_or_in_torchs_own_format_trains(sft: Config, tiny_model: Path, tmp_path: Path) -> None:
+    for number, change in enumerate((shard, save_as_bin)):
+        model = shutil.copytree(tiny_model, tmp_path / f"model-{number}")
+        change(model)
+        run_dir = str(tmp_path / f"run-{number}")
+        assert cogumi.train(sft, model__name=str(model), cogumi__merge=False, cogumi__run_dir=run_dir).passed
 
 
 def test_a_merge_that_is_refused_after_training_is_a_failed_check(sft: Config) -> None:

@@ -17,6 +17,7 @@ from cogumi.core.run_directory import append_jsonl, read_json, write_json
 from cogumi.health.flags import (
     BatchStatistics,
     Flag,
+    Level,
     PairLosses,
     RunHistory,
     RunSettings,
@@ -31,7 +32,7 @@ from cogumi.merge.logits import LogitCheck
 from cogumi.notebook import panel
 from cogumi.notebook.panel import take_snapshot
 from cogumi.telemetry.status import format_screen, format_sentence, status_of
-from cogumi.training.finish import judge_logits
+from cogumi.training.finish import judge_logits, make_verdict
 
 SFT = RunSettings("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
 DPO = replace(SFT, method="dpo", loss="sigmoid")
@@ -407,6 +408,15 @@ def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None
     assert "held-out completions" in [flag["name"] for flag in read_json(result.run_dir / "flags.json")["flags"]]
     log = (result.run_dir / "run.log").read_text()
     assert "yellow: held-out completions: the model ends at once" in log
+
+
+@pytest.mark.parametrize(("level", "passed"), [("red", False), ("yellow", True)])
+def test_a_model_that_writes_no_text_fails_whatever_its_loss(level: Level, passed: bool) -> None:
+    flag = Flag("held-out completions", level, "4 of 4 are blank", "it writes nothing", "train.learning_rate, lower")
+    sentinel = SimpleNamespace(flags=[flag], was_red={}, sanity=None)
+    verdict = make_verdict(SimpleNamespace(sentinel=sentinel, ended=None, checks=[]))  # type: ignore[arg-type]
+    assert verdict.passed == passed
+    assert passed or verdict.checks[0].fix == "it writes nothing: change train.learning_rate, lower"
 
 
 def test_a_run_resumed_with_other_versions_says_which(sft: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,9 @@ from cogumi.core.output import (
     show_waiting,
     survive_closed_terminal,
 )
+from cogumi.core.run_directory import SAMPLES_FILE
 from cogumi.runs import entry
-from cogumi.telemetry.status import format_sentence, status_of
+from cogumi.telemetry.status import format_sentence, relative_path, status_of
 
 if TYPE_CHECKING:
     from cogumi.merge import CheckReport, MergeReport
@@ -56,11 +57,17 @@ def options(
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
     """Run one configuration: data, training, adapter, checks, merge."""
-    words = parse_overrides(overrides)
-    with show_waiting("working"), survive_closed_terminal(), failures_in_one_line(RunFailed):
-        result = entry.train(config, **words)
-        if os.environ.get("RANK", "0") == "0":  # torchrun starts this command several times
+    run = entry.validate_config(config, parse_overrides(overrides), for_training=True)
+    leads = os.environ.get("RANK", "0") == "0"  # torchrun starts this command several times
+    if leads and "torch" not in sys.modules:  # in a pipe too: it takes seconds
+        print_text("loading torch, transformers and TRL ...", to_error=True)
+    with survive_closed_terminal(), failures_in_one_line(RunFailed):
+        result = entry.train_run(run)
+        if leads:
             print_text(format_sentence(status_of(result.run_dir)))
+            if result.passed and (result.run_dir / SAMPLES_FILE).exists():
+                run_dir = relative_path(str(result.run_dir))
+                print_text(f"next: cogumi chat {run_dir}, or whether it is better: cogumi compare base {run_dir}")
     raise typer.Exit(0 if result.passed else 1)
 
 

@@ -274,8 +274,10 @@ def compare(
     ] = None,
     rows: Annotated[int, Option(min=1, help="How many held-out prompts, at most.")] = 200,
     score: Annotated[
-        list[str] | None, Option(help="rewards, a reward's name, or file.py:function; may be repeated.")
+        list[str] | None,
+        Option(help="rewards, a reward's name, file.py:function or command:PROGRAM; may be repeated."),
     ] = None,
+    panel: Annotated[bool, Option("--panel", help="Ask the package's sixty instructions: what broke?")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Complete held-out prompts with several models, and say which is better, with an interval of the difference."""
@@ -285,12 +287,21 @@ def compare(
 
     if len(models) < 2:
         raise UsageError(f"{models[0]} is compared with nothing", fix="name a second model, such as base")
+    names = [model if model not in models[:at] else f"{model} ({at + 1})" for at, model in enumerate(models)]
+    if panel:
+        if config is not None or score:
+            raise UsageError("it has its own prompts and scores", key="--panel", fix="drop --config and --score")
+        use_one_gpu()
+        with show_waiting("loading the libraries, completing and scoring"):
+            from cogumi.evaluation.forgetting import compare_panel
+
+            print_report(compare_panel(dict(zip(names, models, strict=True))), as_json)
+        return
     run_dirs = [model for model in models if is_run(Path(model))]
     if config is None and not run_dirs:
         message = f"none of {', '.join(models)} is a run, whose configuration would say which prompts are held out"
         raise UsageError(message, key="--config", fix="name a YAML")
     run = load_config(config or Path(run_dirs[-1], "config.yaml"))
-    names = [model if model not in models[:at] else f"{model} ({at + 1})" for at, model in enumerate(models)]
     use_one_gpu()  # before torch is imported
     with show_waiting("loading the libraries, completing and scoring"), failures_in_one_line(RewardError):
         from cogumi.evaluation.comparison import compare_models

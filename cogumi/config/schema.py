@@ -40,6 +40,7 @@ GSPO_ONLY = (
     *("sampler_weights", "sampler_correction"),
 )
 FIM_ALWAYS = "seed"
+TASK_PACKAGES = ("reasoning_gym", "verifiers")
 
 
 class Section(BaseModel):
@@ -65,7 +66,7 @@ class ModelSection(Section):
     """The adapter directory of an earlier run, such as runs/sft/adapter, to start from; its `lora:` section holds."""
 
 
-Format = Literal["fim", "chat", "prompt_completion", "preference"]
+Format = Literal["fim", "chat", "prompt_completion", "text", "preference"]
 
 
 class FimConfig(Section):
@@ -94,6 +95,12 @@ class FimConfig(Section):
         return self
 
 
+def package_of(source: str | None) -> str:
+    """Return the package of tasks that a data source names, as in `reasoning_gym:chain_sum`; "" if it names none."""
+    package, colon, _ = (source or "").partition(":")
+    return package if colon and package in TASK_PACKAGES else ""
+
+
 class MixEntry(Section):
     """One source of a mixture; what is not given here is as in `data:`."""
 
@@ -104,6 +111,7 @@ class MixEntry(Section):
     format: Format | None = None
     columns: dict[str, str] | None = None
     column: str | None = None
+    options: dict[str, Any] = {}
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Its share of the examples is this over the sum of all weights."""
 
@@ -112,8 +120,11 @@ class DataSection(Section):
     """The section `data:`."""
 
     source: str | None = None
-    """A parquet, JSON-lines or CSV file, a directory of shards, a glob, a hub id (`org/name`), or a sample made of the
-    standard library: `cogumi:stdlib` (its functions), `cogumi:stdlib-chat`, `-chat-noisy`, `-tasks`, `-pairs` (renamings)."""
+    """A parquet, JSON-lines, CSV or text file, a directory of shards, a glob, a hub id (`org/name`), or a sample made of the
+    standard library: `cogumi:stdlib` (its functions), `cogumi:stdlib-chat`, `-chat-noisy`, `-tasks`, `-pairs` (renamings);
+    `reasoning_gym:TASK` or `verifiers:ENVIRONMENT`, whose rewards have these names (docs/rewards.md)."""
+    options: dict[str, Any] = {}
+    """Arguments of the task: of `reasoning_gym:` size, seed (0 by default) and its own; of `verifiers:` the environment's."""
     mix: list[MixEntry] = []
     """Several sources instead of one, by weight: as many examples as there are until one is used up, none twice."""
     revision: str | None = None
@@ -127,7 +138,7 @@ class DataSection(Section):
     columns: dict[str, str] = {}
     """{field: column}, where the file calls them otherwise: prompt, completion, chosen, rejected, messages, prefix, ..."""
     format: Format = "fim"
-    """What a row is: code, a conversation, a prompt and its completion, or a prompt with a better and a worse one."""
+    """What a row is: code, a chat, a prompt and its completion, a document, or a prompt with a better and a worse answer."""
     fim: FimConfig = FimConfig()
     max_rows: int | None = Field(default=None, gt=0)
     """Train on this many rows, drawn with `fim.seed`; all by default."""
@@ -261,6 +272,15 @@ class CogumiSection(Section):
     it is found by the name of the quantized one."""
     merge_dtype: Literal["auto", "base", "float32"] = "auto"
     """Dtype of the merged model. auto: the base's; float32 where that loses over 2 % of the update or `model.dtype` is it."""
+    forgetting: bool = False
+    """At the end let the base and the result answer sixty instructions that come with the package, and report what broke."""
+    compare_with: str | None = None
+    """Compare the result with another model on at most 200 held-out rows: `base` (`model.name`), a path or a hub id. Worse on
+    what the method trains for (likelihood, preference margin, rewards) fails a check."""
+    gate: Literal["better", "not_worse"] | None = None
+    """What that comparison has to show for `cogumi push` and for a run that starts from this one."""
+    anyway: bool = False
+    """Start from a run whose gate is not met."""
     base_mode: Literal["full", "dequant"] = "full"
     """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
 
@@ -344,15 +364,23 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
     data, mix = values["data"], values["data"].get("mix")
     if data.get("source") is None and not mix and not values["cogumi"].get("environment"):
         raise origins.error("`data.source` is missing (or data.mix, a list of sources)", "data.source", at="data")
-    for key in ("source", "revision", "split", "subset") if mix else ():
-        if data.get(key) is not None:
+    for key in ("source", "revision", "split", "subset", "options") if mix else ():
+        if data.get(key) not in (None, {}):
             ignored = f"data.{key} beside data.mix would be ignored"
             raise origins.error(ignored, f"data.{key}", "give it in an entry of the mix")
     run = validate_sections(values, origins)
     if run.data.eval_source is not None and run.data.eval_rows == 0:
         ignored = "data.eval_source beside data.eval_rows: 0 would be ignored"
         raise origins.error(ignored, "data.eval_source", "drop one of the two")
+    entries: list[DataSection | MixEntry] = [run.data, *run.data.mix]
+    if any(entry.options and not package_of(entry.source) for entry in entries):
+        raise origins.error(
+            "data.options is for reasoning_gym: and verifiers:, not for this source", "data.options", "drop it"
+        )
     refuse_ignored(run, origins)
+    if run.cogumi.gate is not None and run.cogumi.compare_with is None:
+        message = "cogumi.gate without cogumi.compare_with has nothing to go by"
+        raise origins.error(message, "cogumi.gate", "set cogumi.compare_with: base as well")
     if run.cogumi.sharding != "none" and run.cogumi.processes == 1:
         message = f"cogumi.sharding: {run.cogumi.sharding} shares the model among several processes, and there is one"
         raise origins.error(message, "cogumi.sharding", "set cogumi.processes as well, or drop it")
@@ -427,6 +455,9 @@ def refuse_ignored(run: RunConfig, origins: Origins) -> None:
     if formats == {"fim"}:
         ignored["cogumi.thinking"] = "data.format: fim has no chat template in it"
         ignored["data.overlong"] = "for data.format: fim it is data.fim.overlong"
+    if formats == {"text"}:
+        ignored["cogumi.thinking"] = "data.format: text has no chat template in it"
+        ignored["data.overlong"] = "a document that is too long is cut into pieces, all of which are learned"
     if "fim" not in formats:
         keys = [f"data.fim.{key}" for key in FimConfig.model_fields if key != FIM_ALWAYS]
         ignored |= dict.fromkeys(["data.column", *keys], "it is for data.format: fim")
@@ -473,8 +504,12 @@ def refuse_unknown_names(run: RunConfig, origins: Origins) -> None:
 
 
 def fill_for_environment(values: dict[str, Any]) -> None:
-    """Fill in defaults of a run with an environment or tools: prompts; with an environment, its own reward and rows."""
+    """Fill in defaults of a run with an environment, tools or tasks of a package: prompts, and their own reward and rows."""
     options, data = values.get("cogumi"), values.get("data")
+    if isinstance(options, dict) and isinstance(data, dict) and (name := package_of(str(data.get("source")))):
+        data.setdefault("format", "prompt_completion")
+        if options.get("method") == "gspo":
+            options.setdefault("rewards", [name])
     if not isinstance(options, dict) or not (options.get("environment") or options.get("tools")):
         return
     if options.get("environment"):

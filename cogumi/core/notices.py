@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
+LOAD_REPORT = "LOAD REPORT"  # a table of transformers; `load_model` refuses or names in one line what is wrong
 USELESS = ("Ignoring clean_up_tokenization_spaces", "The tokenizer has new PAD/BOS/EOS tokens")
 showing = threading.Lock()  # a function called by one that shows its line shows none
 
@@ -47,7 +48,8 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def is_useful(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(USELESS)
+    message = record.getMessage()
+    return not message.startswith(USELESS) and LOAD_REPORT not in message
 
 
 def show_stage(is_shown: bool, activity: str) -> None:

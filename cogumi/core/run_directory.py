@@ -24,6 +24,7 @@ DECISIONS, FORECAST = "decisions.json", "forecast.json"  # read and written by s
 SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run keeps
 SAMPLES_FILE = "samples.jsonl"  # completions of held-out prompts, before the training, on the way and at its end
 ROLLOUTS = "rollouts.jsonl"
+COMPARISON, COMPARED = "comparison.json", "comparison"  # with cogumi.compare_with, and the check of the verdict
 # What somebody asks of a run under way, by putting a file there; and what says that it waits.
 CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
 # Start times use wall-clock time, which may be adjusted; PIDs are not reused that quickly.
@@ -100,10 +101,26 @@ def read_json(path: Path) -> Any:
         raise UsageError(f"it holds no JSON ({error})", place=path, fix="put it back as it was, or remove it") from None
 
 
+def config_of(run: Path) -> dict[str, Any]:
+    """Return the resolved configuration of a run, {} where there is none yet."""
+    import yaml  # here, as the doctor imports this module where packages are missing
+
+    path = run / "config.yaml"
+    return (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
+
+
 def failed_check_names(run: Path, of_merge: bool = True) -> list[str]:
     """Return the checks that a run's verdict failed. of_merge: also those of its merge."""
     names = [check["name"] for check in read_json(run / "verdict.json")["checks"] if not check["passed"]]
     return [name for name in names if of_merge or not name.startswith("merge")]
+
+
+def describe_unmet_gate(run: Path) -> str:
+    """Describe the `cogumi.gate` that a run has not met, with the figure of its comparison; "" without one, or if it has."""
+    gate, judged = (config_of(run).get("cogumi") or {}).get("gate"), run / "verdict.json"
+    checks = read_json(judged)["checks"] if gate and judged.exists() else []
+    check = next((check for check in checks if check["name"] == COMPARED), {"figure": "the run has no comparison"})
+    return f"cogumi.gate: {gate} is not met: {check['figure']}" if gate and not check.get("passed") else ""
 
 
 def write_section(path: Path, name: str, value: Any) -> None:

@@ -73,8 +73,8 @@ EQUAL = {
 
 CHUNK_COUNTS = ("truncated", "rows_without_reasoning", "extra_examples", "text_rows")
 EXTRA_EXAMPLES = (
-    "earlier turns are examples of their own, as the chat template shows them at inference (with "
-    "train.completion_only_loss: true only last turns are learned)"
+    "more examples than rows: further pieces of documents longer than train.max_length, or earlier turns as the chat "
+    "template shows them at inference (with train.completion_only_loss: true only last turns are learned)"
 )
 
 

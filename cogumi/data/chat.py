@@ -349,6 +349,14 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     return Conversation(questions + answers, _read_tools(row.get("tools")), len(questions))
 
 
+def read_document(row: dict[str, Any]) -> str:
+    """Return the text of a row that is learned as a whole. Raises BadRow."""
+    text = _read_text(row, "text")
+    if not text.strip():
+        raise BadRow("empty")
+    return text
+
+
 def read_pair(row: dict[str, Any]) -> dict[str, Any]:
     """Return {"prompt", "chosen", "rejected", "tools"}, the first three all text or all messages. Raises BadRow."""
     chosen, rejected = _text_or_messages(row, "chosen"), _text_or_messages(row, "rejected")

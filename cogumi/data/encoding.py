@@ -26,7 +26,7 @@ class FormatOptions:
     """Everything that shapes examples besides the rows and the tokenizer; `as_json` is for a cache key."""
 
     method: Literal["sft", "dpo", "gspo"]
-    format: Literal["fim", "chat", "prompt_completion", "preference"]
+    format: Literal["fim", "chat", "prompt_completion", "text", "preference"]
     columns: Mapping[str, str] = field(default_factory=dict)
     """{field: column of the file}, where the names differ."""
     column: str = "source"

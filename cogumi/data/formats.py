@@ -1,10 +1,10 @@
 """Formats of `data.format` for each method: the columns they need, and the examples made of their rows.
 
-| method | fim | chat | prompt_completion | preference |
-|---|---|---|---|---|
-| sft | middle learned | every turn, the last, or all | completion learned, or all | |
-| dpo | | | | prompt, chosen, rejected |
-| gspo | prompt, prefix, suffix, middle | messages to the last question | prompt | |
+| method | fim | chat | prompt_completion | text | preference |
+|---|---|---|---|---|---|
+| sft | middle learned | every turn, the last, or all | completion learned, or all | all, in pieces | |
+| dpo | | | | | prompt, chosen, rejected |
+| gspo | prompt, prefix, suffix, middle | messages to the last question | prompt | | |
 
 *The last turn, or a completion*, is what follows the tokens that prompt and whole share, as in TRL's SFTTrainer (trl 1.15,
 sft_trainer.py, tokenize_fn). *Every turn* is the tokens of the spans of `ChatTemplate.turns`; a token that begins before a
@@ -36,6 +36,7 @@ from cogumi.data.chat import (
     is_missing_reasoning,
     read_completion,
     read_conversation,
+    read_document,
     read_pair,
     read_prompt,
     read_question,
@@ -70,7 +71,7 @@ from cogumi.data.templates import ChatTemplate, Spans, read_template
 
 Mask = npt.NDArray[np.int8]
 FORMATS = {
-    "sft": ("fim", "chat", "prompt_completion"),
+    "sft": ("fim", "chat", "prompt_completion", "text"),
     "dpo": ("preference",),
     "gspo": ("fim", "chat", "prompt_completion"),
 }
@@ -78,6 +79,7 @@ FIELDS = {
     "fim": ("prefix", "suffix", "middle"),
     "chat": ("messages", "conversations", "instruction", "input", "output", "system", "tools"),
     "prompt_completion": ("prompt", "completion", "tools"),
+    "text": ("text",),
     "preference": ("prompt", "chosen", "rejected", "tools"),
 }
 # The fields that make an example: the first of these that are all present.
@@ -85,6 +87,7 @@ SHAPES: dict[str, list[tuple[str, ...]]] = {
     "fim": [("source",), ("prefix", "suffix", "middle")],
     "chat": [("messages",), ("conversations",), ("instruction", "output")],
     "prompt_completion": [("prompt", "completion")],
+    "text": [("text",)],
     "preference": [("chosen", "rejected")],
 }
 OPTIONAL = {
@@ -138,7 +141,7 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
         how = "set data.column to one of them" if format == "fim" else "data.columns says which column is which"
         fix = f"the data has {', '.join(names) or 'none'}: {how}"
         raise UsageError(f"{format} needs the columns {needed}", key="data.format", fix=fix)
-    tools = () if format == "fim" else ("tools",)
+    tools = () if format in ("fim", "text") else ("tools",)
     used = [*shape, *OPTIONAL.get(shape[0], ()), *tools, *rewarded_columns(options)]
     for name in options.columns:
         if name not in used:
@@ -177,7 +180,11 @@ def tokenize_for(options: FormatOptions, tokenizer: Any) -> Tokenize:
         if options.method == "gspo":
             return partial(fim_prompts_chunk, rewarded=rewarded_columns(options), **of_code)
         return partial(fim_sft_chunk, **of_code)
-    make_chunk = {"sft": supervised_chunk, "dpo": preference_chunk, "gspo": prompts_chunk}[options.method]
+    make_chunk = {
+        "sft": text_chunk if options.format == "text" else supervised_chunk,
+        "dpo": preference_chunk,
+        "gspo": prompts_chunk,
+    }[options.method]
     return partial(make_chunk, using=Rendering(options, tokenizer, LiteralText(tokenizer)))
 
 
@@ -190,13 +197,21 @@ def reader_for(options: FormatOptions, tokenizer: Any) -> Read | None:
         make: Any = read_question if format == "chat" else read_prompt
     else:
         conversation = partial(read_conversation, learn=options.learn)
-        make = {"chat": conversation, "prompt_completion": read_completion, "preference": read_pair}[format]
+        readers = {
+            "chat": conversation,
+            "prompt_completion": read_completion,
+            "preference": read_pair,
+            "text": read_document,
+        }
+        make = readers[format]
 
     def shown(side: Side) -> Any:
         return side if isinstance(side, str) else using.template.shown_parts(side)
 
     def read(row: dict[str, Any]) -> tuple[str, Any]:
         parsed = make(row)
+        if isinstance(parsed, str):
+            return question_of(parsed), parsed
         if isinstance(parsed, Conversation):
             return question_of(parsed.messages), [shown(parsed.messages), parsed.tools]
         if isinstance(parsed, tuple):
@@ -426,6 +441,25 @@ def learn_completions(
         starts = list(map(shared_prefix, literal.encode(prompts, special_tokens), ids_of_whole))
     pairs = zip(ids_of_whole, starts, strict=True)
     return [(ids, (np.arange(len(ids)) >= start).astype(np.int8)) for ids, start in pairs]
+
+
+def text_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
+    """Make `input_ids` and `completion_mask` of documents and their end tokens: all of it is learned, in pieces.
+
+    A piece that continues a document begins with the last token of the one before, as context: each token is predicted once.
+    """
+    dropped: dict[str, Dropped] = {}
+    documents, _ = using.parse(rows, first_row, read_document, dropped)
+    table: dict[str, list[Any]] = {"input_ids": [], "completion_mask": []}
+    for ids in using.literal.encode([text + using.tokenizer.eos_token for text in documents], special_tokens=True):
+        limit = max(2, using.options.max_length or len(ids))
+        for start in range(0, max(1, len(ids) - 1), limit - 1):
+            table["input_ids"].append(ids[start : start + limit])
+            table["completion_mask"].append((np.arange(len(ids[start : start + limit])) >= (start > 0)).astype(np.int8))
+    arrays = {
+        name: pa.array(values, kind) for (name, values), kind in zip(table.items(), (ID_LISTS, MASK_LISTS), strict=True)
+    }
+    return Chunk(pa.table(arrays), dropped, extra_examples=len(table["input_ids"]) - len(documents))
 
 
 # --------------------------------------------------------------------------------------------------------------- pairs

@@ -67,7 +67,7 @@ class Chunk:
     rows_without_reasoning: int = 0
     """Examples of conversations whose last answer has no thought, or an empty one."""
     extra_examples: int = 0
-    """Examples beyond one a row: turns that a later turn's rendering shows differently."""
+    """Examples beyond one a row: turns that a later turn's rendering shows differently, and pieces of a document."""
     encoded: tuple[str, ...] = ()
     """Columns of the table that hold encoded values, which `decode_rows` decodes."""
     text_rows: int = 0

@@ -5,16 +5,19 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from cogumi.config.binding import nearest
+from cogumi.config.schema import package_of
 from cogumi.core.errors import UsageError
 
-PARQUET, JSON_LINES, CSV = "parquet", "JSON lines", "CSV"
+PARQUET, JSON_LINES, CSV, TEXT = "parquet", "JSON lines", "CSV", "text"
 SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
-COMPRESSED = (".gz", ".zst")  # of JSON lines and CSV; a parquet file is compressed inside
+SUFFIXES[TEXT] = (".txt", ".md")  # one document each
+COMPRESSED = (".gz", ".zst")  # of all others; a parquet file is compressed inside
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -29,17 +32,20 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def refuse_missing(source: str) -> None:
-    """Raise UsageError for a source that is neither a sample nor a hub id, and does not exist on this machine."""
+    """Raise UsageError for a file that does not exist on this machine, or a package of tasks that is not installed."""
     source = os.path.expanduser(source)
-    if not source.startswith("cogumi:") and not Path(source).exists() and not is_hub_id(source):
+    if (package := package_of(source)) and find_spec(package) is None:
+        fix = f'run: pip install "cogumi[{package.replace("_", "-")}]"'
+        raise UsageError(f"{package} is not installed", place=source, fix=fix)
+    if not package and not source.startswith("cogumi:") and not Path(source).exists() and not is_hub_id(source):
         find_files(source)
 
 
 def find_files(path: str | Path) -> list[Path]:
     """Return the files of a path, a glob or a directory tree in name order; raises UsageError if there are none.
 
-    A directory gives the files of the first kind that it holds: parquet, JSON lines, CSV; hidden ones are left out. Of
-    files whose names spell splits it gives those of train, or of the only split.
+    A directory gives the files of the first kind that it holds: parquet, JSON lines, CSV, text; hidden ones are left out.
+    Of files whose names spell splits it gives those of train, or of the only split; names of documents are only names.
     """
     path = os.path.expanduser(path)
     local = Path(path)
@@ -51,15 +57,16 @@ def find_files(path: str | Path) -> list[Path]:
         below = [file for file in data if file.suffix != ".json"] or [f for f in data if f.name not in DESCRIPTIONS]
         for kind in SUFFIXES:
             if files := [file for file in below if kind_of(file) == kind]:
-                return _training_files(local, files)
-        message = "this directory holds no .parquet or .jsonl file, nor a .csv"
+                return files if kind == TEXT else _training_files(local, files)
+        message = "this directory holds no .parquet or .jsonl file, nor a .csv, .txt or .md"
         raise UsageError(message, place=path, fix="give a file of its own")
     if glob.has_magic(path):
         matches = _matches(path)
-        files = [file for file in matches if kind_of(file)] or matches
+        tables = [file for file in matches if kind_of(file) not in (None, TEXT)]
+        files = tables or [file for file in matches if kind_of(file)] or matches
         if not files:
             raise UsageError("no file matches this pattern", place=path, fix="check it with ls")
-        splits = {split for file in files for split in _splits_of(Path(file.name))}
+        splits = {split for file in files if kind_of(file) != TEXT for split in _splits_of(Path(file.name))}
         if len(splits) > 1:
             log.warning("%s matches files of several splits, which are all used: %s", path, ", ".join(sorted(splits)))
         return files
@@ -118,7 +125,7 @@ def describe_left_out(source: str, files: Sequence[Path]) -> list[str]:
     used, kind = {file.resolve() for file in files}, kind_of(files[0])
     reasons = []
     for file in _matches(source):
-        if file.resolve() in used or file.name in DESCRIPTIONS:
+        if file.resolve() in used or file.name in DESCRIPTIONS or kind_of(file) == TEXT != kind:  # a README
             continue
         name = file.relative_to(source) if Path(source).is_dir() else file
         is_other = kind_of(file) != kind or file.suffix == ".json" != files[0].suffix
@@ -139,7 +146,7 @@ def _has_card(directory: Path) -> bool:
 
 
 def kind_of(file: Path) -> str | None:
-    """Return PARQUET, JSON_LINES or CSV by the suffix, or None."""
+    """Return PARQUET, JSON_LINES, CSV or TEXT by the suffix, or None."""
     suffix = Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
     return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
 

@@ -1,4 +1,4 @@
-"""Stream columns of parquet, JSON-lines and CSV files.
+"""Stream columns of parquet, JSON-lines and CSV files, and text files as one row each.
 
 A batch is about 8 MiB, whatever the size of the file. pyarrow reads parquet and CSV page by page through a small buffer.
 JSON lines are parsed line by line: pyarrow, polars and `datasets` are faster, but give every record the keys of all others,
@@ -8,6 +8,7 @@ turn integers into floats, and name no line of a broken file (`cogumi.data.rows`
 import io
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.data.rows import NO_OBJECT, encode_table
-from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, kind_of
+from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, TEXT, kind_of
 
 BATCH_BYTES = 8 * 2**20
 """File data per batch. Tokenizing a batch takes about 50 times the memory of its text."""
@@ -51,6 +52,8 @@ def column_names(files: Sequence[Path]) -> list[str]:
                 columns = _keys(next(_record_blocks(file), []))
             elif kind_of(file) == CSV:
                 columns = _csv_reader(file, None).schema.names
+            elif kind_of(file) == TEXT:
+                columns = ["text"]
             else:
                 columns = pq.read_schema(file).names
             names.update(dict.fromkeys(columns))
@@ -65,7 +68,7 @@ def batches(files: Sequence[Path], columns: Sequence[str], originals: bool = Fal
     the column ORIGINALS with the whole rows, encoded, for which all columns are decoded. Raises UsageError that names the
     file, and the line of a JSON-lines file.
     """
-    readers = {JSON_LINES: _json_batches, CSV: _csv_batches}
+    readers = {JSON_LINES: _json_batches, CSV: _csv_batches, TEXT: _text_batches}
     for file in files:
         with _report_damage(file):
             for rows, texts in readers.get(kind_of(file) or "", _parquet_batches)(file, columns, originals):
@@ -281,6 +284,18 @@ def _csv_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterato
         }
         cells = [pl.Series(name, list(values), dtype=pl.Object) for name, values in binary.items()]
         yield rows.select(columns), encode_table(rows.with_columns(cells)) if originals else None
+
+
+def _text_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[Batch]:
+    """Read a file as one row with the column `text`; bytes that are not UTF-8 stay bytes."""
+    _refuse_missing_columns(file, columns, ["text"])
+    with pa.input_stream(str(file), compression="detect") as stream:
+        content = stream.read(MOST_VALUE + 1)
+    if len(content) > MOST_VALUE:
+        message = f"a document of more than {MOST_VALUE:,} bytes"
+        raise UsageError(message, place=file, fix="split it, or write JSON lines with a document in each")
+    rows = pl.DataFrame({"text": [_text_or_bytes(content.removeprefix(BOM_UTF8))]})
+    yield rows.select(columns), encode_table(rows) if originals else None
 
 
 def _text_or_bytes(value: bytes) -> str | bytes:

@@ -2,88 +2,51 @@
 
 import gc
 import logging
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
+
+from tqdm import tqdm
 
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import DECISIONS, jsonable_numbers, read_section
+from cogumi.core.notices import quiet_libraries
+from cogumi.core.run_directory import COMPARED, COMPARISON, DECISIONS, read_section, write_json
 from cogumi.data.chat import visible_text
 from cogumi.data.templates import read_template
-from cogumi.evaluation.paired import PairedDifference, compare_paired
+from cogumi.evaluation.judge_command import COMMAND, judge_of
+from cogumi.evaluation.paired import Comparison
 from cogumi.evaluation.reward_scores import Scored, call_rewards, read_rewards, read_weights
 from cogumi.evaluation.saved_models import BASE, MAX_NEW_TOKENS, MODEL, ChatSetup, LoadedModels, ModelFiles, read_setup
+from cogumi.health.verdict import Check, attempt
 from cogumi.methods.examples import DATA, Examples, prepare_examples, render_prompts
 from cogumi.methods.gspo import task_of
 from cogumi.methods.preparation import load_run_tokenizer, prepare_base
 from cogumi.models.base import RunBase
 from cogumi.models.completion import complete_with_ends, mean_log_likelihood
 from cogumi.models.loading import load_tokenizer, read_base
+from cogumi.patches import unsloth_rl
 from cogumi.rewards.distribution import weighted_total
 from cogumi.rewards.named_rewards import refuse_missing_columns, rewards_of
-from cogumi.telemetry.status import is_run
+from cogumi.telemetry.status import run_above
 
 log = logging.getLogger("cogumi")
 REWARDS = "rewards"  # the score that is the weighted total of the configuration's rewards
 LOG_LIKELIHOOD = "log_likelihood"  # of the expected answer, in nats a token: minus its loss
+MARGIN = "preference_margin"  # log-likelihood of the chosen answer less that of the rejected one, in nats
+ANSWER_IDS = {MARGIN: "rejected_ids", LOG_LIKELIHOOD: "answer_ids"}  # what these scores need
 LIKELIHOOD_DIGITS = 3  # rounding differs between a merged model and its adapter, and is no difference of the models
 ANSWER_SCORES = ("exact_answer", "answer_similarity")
 ANSWER_COLUMNS = ("answer", "middle", "chosen")
 BATCH_ROWS = 50
 EXTRA_TOKENS = 16  # beyond the longest expected answer, so that a completion that goes on differs from it
-MIN_ROWS = 30  # below, the interval is too narrow
+MIN_ROWS, FEW_ROWS_P_VALUE = 30, 0.05  # below, the interval is too narrow: a run's result goes by the sign test as well
+TRAINED_SCORES = {"sft": LOG_LIKELIHOOD, "dpo": MARGIN, "gspo": REWARDS}  # by method
+RESULT = "this run"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Completions of the same prompts and their scores.
-
-    prompts: the last message or the text; answers: expected answers, None where there are none; written: completions by
-    model; scores: by score and model, NaN where a completion is not scored.
-    """
-
-    prompts: list[str]
-    answers: list[str] | None
-    written: dict[str, list[str]]
-    scores: dict[str, dict[str, list[float]]]
-    notes: tuple[str, ...] = ()
-
-    def mean(self, score: str, name: str) -> float:
-        """Return the mean score of a model over the rows that are scored."""
-        return fmean([value for value in self.scores[score][name] if not math.isnan(value)] or [math.nan])
-
-    def paired(self, score: str, before: str, after: str) -> PairedDifference:
-        return compare_paired(self.scores[score][before], self.scores[score][after])
-
-    def pairs(self) -> list[tuple[str, str, str, PairedDifference]]:
-        names = list(combinations(self.written, 2))
-        return [(score, *pair, self.paired(score, *pair)) for score in self.scores for pair in names]
-
-    def shown(self, count: int) -> range:
-        """Return the rows to show, whatever was answered: evenly spaced, as neighbours are often of one source file."""
-        return range(0, len(self.prompts), max(1, len(self.prompts) // count))[:count]
-
-    def as_dict(self) -> dict[str, Any]:
-        pairs = [
-            {"score": score, "before": before, "after": after, **asdict(pair), "verdict": pair.verdict}
-            for score, before, after, pair in self.pairs()
-        ]
-        means = {score: {name: self.mean(score, name) for name in self.written} for score in self.scores}
-        return jsonable_numbers({"means": means, "pairs": pairs, **asdict(self)})  # type: ignore[no-any-return]
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.prompts):,} held-out prompts; {'; '.join(self.notes)}"]
-        for score in self.scores:
-            lines += ["", f"{score}: " + ", ".join(f"{name} {self.mean(score, name):.4f}" for name in self.written)]
-            lines += [f"  {after} - {before}: {pair}" for name, before, after, pair in self.pairs() if name == score]
-        return "\n".join(lines)
-
-
+@quiet_libraries()
 def compare_models(
     models: Mapping[str, str], run: RunConfig, rows: int = 200, scores: Sequence[str] = ()
 ) -> Comparison:
@@ -94,14 +57,12 @@ def compare_models(
         run: The configuration. If its model is not on this machine, prompts are rendered as for the last of `models`.
         rows: At most so many prompts.
         scores: `rewards` (those of the configuration), `log_likelihood` of the expected answer (sft, dpo), names of rewards,
-            or `file.py:function`. By default the likelihood, exact match, edit similarity, and the rewards, if there are any.
+            `file.py:function`, `command:PROGRAM` (a judge), or `preference_margin` (dpo). By default margin, likelihood,
+            exact match, edit similarity and rewards, as far as the configuration has them.
 
     Raises:
         UsageError: No rows are held out, nothing could score them, or a model does not fit the configuration's tokenizer.
     """
-    if run.cogumi.environment is not None:
-        message = "it scores its own episodes, and no completions of held-out prompts"
-        raise UsageError(message, key="cogumi.environment", fix="compare by a configuration without one")
     base: RunBase | None = None
     try:
         run, base = prepare_base(run)
@@ -114,7 +75,7 @@ def compare_models(
     examples = prepare_examples(run, tokenizer, base.config if base else None, rows)
     prompts, ids, columns = read_held_out(run, examples, tokenizer, rows)
     rewards = read_scores(run, columns, scores)
-    answers = list(zip(ids, columns.pop("answer_ids", []), strict=False)) if LOG_LIKELIHOOD in rewards else []
+    answer_ids, rejected_ids = (columns.pop(name, []) for name in ("answer_ids", "rejected_ids"))
     max_new_tokens = run.train.get("max_completion_length") or MAX_NEW_TOKENS
     if run.cogumi.method != "gspo":
         answer_lengths = map(len, tokenizer(columns["answer"])["input_ids"])
@@ -122,29 +83,42 @@ def compare_models(
     written: dict[str, list[str]] = {}
     scored: dict[str, dict[str, list[float]]] = {score: {} for score in rewards}
     for name, setup in setups.items():
-        log.info("%s completes %d held-out prompts", name, len(ids))
+        log.info("%s completes and scores %d held-out prompts", name, len(ids))
+        gc.collect()  # models hold reference cycles: of the one before, of a run and its merge
         with LoadedModels(setup.files).model_of(setup.columns[-1]) as model:
             written[name] = complete(model, tokenizer, ids, max_new_tokens, run.cogumi.stop)
-            likelihoods = [round(mean_log_likelihood(model, *answer), LIKELIHOOD_DIGITS) for answer in answers]
+            for score in ANSWER_IDS.keys() & rewards:
+                values = score_answers(model, ids, answer_ids, rejected_ids if score == MARGIN else [])
+                scored[score][name] = [round(value, LIKELIHOOD_DIGITS) for value in values]
         del model
-        gc.collect()  # models hold reference cycles
         cells = [{key: values[at] for key, values in columns.items()} for at in range(len(prompts))]
         completions = [Scored(0, *row) for row in zip(written[name], prompts, cells, strict=True)]
         for score, (functions, weights) in rewards.items():
-            scored[score][name] = likelihoods
-            if score != LOG_LIKELIHOOD:
-                scored[score][name] = weighted_total(call_rewards(run, functions, completions), weights)
+            if score not in ANSWER_IDS:
+                scored[score][name] = weighted_total(call_rewards(run, functions, completions, []), weights)
     notes = [f"greedy completions of at most {max_new_tokens} tokens"]
     notes += [f"below {MIN_ROWS} prompts the interval is too narrow"] if len(prompts) < MIN_ROWS else []
     notes += [note for name, place in models.items() if (note := describe_other_data(name, Path(place), examples))]
     asked = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
-    return Comparison(asked, columns.get("answer"), written, scored, tuple(notes))
+    answers = list(map(str, columns["answer"])) if "answer" in columns else None
+    return Comparison(asked, answers, written, scored, tuple(notes))
 
 
 def complete(model: Any, tokenizer: Any, ids: list[list[int]], length: int, stops: Sequence[str]) -> list[str]:
     batches = [ids[at : at + BATCH_ROWS] for at in range(0, len(ids), BATCH_ROWS)]
-    completed = [complete_with_ends(model, tokenizer, batch, length, stops) for batch in batches]
-    return [text for batch in completed for text, _ in batch]
+    bar = tqdm(batches, "completing", disable=None, leave=False)  # on a terminal alone
+    return [text for batch in bar for text, _ in complete_with_ends(model, tokenizer, batch, length, stops)]
+
+
+def score_answers(
+    model: Any, ids: list[list[int]], answers: list[list[int]], rejected: list[list[int]]
+) -> Iterator[float]:
+    """Yield the log-likelihood of each answer, in nats a token; with rejected answers, by how many nats it is above theirs."""
+    for at, (prompt, answer) in enumerate(zip(ids, answers, strict=True)):
+        mean = mean_log_likelihood(model, prompt, answer)
+        if rejected:
+            mean = mean * len(answer) - mean_log_likelihood(model, prompt, rejected[at]) * len(rejected[at])
+        yield mean
 
 
 def find_model(place: str, run: RunConfig, base: RunBase | None) -> ChatSetup:
@@ -171,6 +145,9 @@ def read_held_out(
     run: RunConfig, examples: Examples, tokenizer: Any, rows: int
 ) -> tuple[list[Any], list[list[int]], dict[str, list[Any]]]:
     """Return the first `rows` held-out prompts, their ids, and what rewards take by name. Raises UsageError without any."""
+    if run.cogumi.environment is not None:
+        message = "it scores its own episodes, and no completions of held-out prompts"
+        raise UsageError(message, key="cogumi.environment", fix="compare by a configuration without one")
     if examples.held_out is None:
         raise UsageError("no rows are held out", key="data.eval_rows", fix="set it to 100 or more")
     if run.cogumi.method == "gspo":
@@ -184,6 +161,8 @@ def read_held_out(
         dataset = examples.prompts
         prompts, ids = list(dataset["prompt"]), list(dataset["prompt_ids"])
     columns = {name: list(dataset[name]) for name in dataset.column_names if name not in ("prompt", "prompt_ids")}
+    if run.cogumi.method == "dpo":
+        columns["rejected_ids"] = list(examples.held_out.dataset.select(range(len(prompts)))["rejected_ids"])
     if column := next((name for name in ANSWER_COLUMNS if name in columns), ""):
         columns["answer"] = columns[column]
     if run.cogumi.method != "gspo" and run.cogumi.thinking is not None:  # completions are scored without their thoughts
@@ -199,22 +178,23 @@ def read_scores(
     """Return the functions and weights of each score. Raises UsageError for one that cannot score these rows."""
     has_rewards = run.cogumi.method == "gspo" and bool(run.cogumi.rewards)
     if not scores:
-        scores = [LOG_LIKELIHOOD] if "answer_ids" in columns else []
+        scores = [score for score, column in ANSWER_IDS.items() if column in columns]
         scores += [*(ANSWER_SCORES if "answer" in columns else ()), *([REWARDS] if has_rewards else [])]
     if REWARDS in scores and not has_rewards:
         message = "the configuration has no cogumi.rewards"
         raise UsageError(message, key="--score rewards", fix="name a function as file.py:function")
     entries: dict[str, tuple[list[Any], list[float]]] = {}
     for score in scores:
-        if score == LOG_LIKELIHOOD:
-            if "answer_ids" not in columns:
-                message = "prompts of GSPO have no answer that is learned"
-                raise UsageError(
-                    message, key=f"--score {score}", fix="compare by a configuration of SFT or DPO, or by rewards"
-                )
-            entries[score] = [], []
-            continue
-        functions = read_rewards(run) if score == REWARDS else rewards_of([score])
+        functions: list[Any] = []
+        if score in ANSWER_IDS and ANSWER_IDS[score] not in columns:
+            column = ANSWER_IDS[score].removesuffix("_ids")
+            message = f"prompts of {run.cogumi.method.upper()} have no {column} to learn"
+            fix = "compare by a configuration of DPO" + (" or SFT, or by rewards" if score == LOG_LIKELIHOOD else "")
+            raise UsageError(message, key=f"--score {score}", fix=fix)
+        if score.startswith(COMMAND):
+            functions = [judge_of(score)]
+        elif score not in ANSWER_IDS:
+            functions = read_rewards(run) if score == REWARDS else rewards_of([score])
         refuse_missing_columns(functions, columns)
         entries[score] = functions, read_weights(run, functions) if score == REWARDS else [1.0]
     return entries
@@ -222,7 +202,56 @@ def read_scores(
 
 def describe_other_data(name: str, place: Path, examples: Examples) -> str:
     """Describe a run whose held-out rows are others, so that it may have trained on these; "" if they are the same."""
-    run_dir = next((path for path in (place, *place.resolve().parents[:2]) if is_run(path)), None)
+    run_dir = run_above(place)
     split = None if run_dir is None else read_section(run_dir / DECISIONS, DATA).get("split")
     is_same = split in (None, examples.split)
     return "" if is_same else f"{name} was trained with other data or held-out rows, and may have seen these prompts"
+
+
+# --------------------------------------------------------------------------------------------------- the result of a run
+
+
+def refuse_incomparable(run: RunConfig, base: RunBase, examples: Examples, tokenizer: Any) -> None:
+    """Raise UsageError where the result could not be compared with `cogumi.compare_with`, before anything is trained."""
+    other = run.cogumi.compare_with
+    try:
+        if other is not None:
+            read_held_out(run, examples, tokenizer, 1)
+            refuse_other_vocabularies({other: find_model(other, run, base)}, tokenizer)
+    except UsageError as error:
+        raise UsageError(f"{error}", key="cogumi.compare_with", fix="or drop it") from None
+
+
+def compare_result(run: RunConfig, base: RunBase) -> list[Check]:
+    """Compare the saved model of a run with `cogumi.compare_with`; a comparison that raises is a failed check."""
+    return attempt(COMPARED, compare_saved, run, base)
+
+
+def compare_saved(run: RunConfig, base: RunBase) -> Check:
+    """Compare on held-out rows, and record it in comparison.json."""
+    unsloth_rl.restore_classes(base.config.model_type)  # where no merge has
+    path, other = run.run_dir / COMPARISON, str(run.cogumi.compare_with)
+    path.unlink(missing_ok=True)  # of an earlier part of the run
+    if (run.run_dir / "merged").is_dir():  # in full precision: a quantized base would be worse without any training
+        run = run.model_copy(update={"model": run.model.model_copy(update={"quantization_config": None})})
+    comparison = compare_models({other: other, RESULT: str(run.run_dir)}, run)
+    write_json(path, comparison.as_dict())
+    for line in str(comparison).splitlines():
+        log.info("%s", line)
+    return judge_result(comparison, other, run)
+
+
+def judge_result(comparison: Comparison, before: str, run: RunConfig) -> Check:
+    """Judge a result by the score that its method trains for, and list the others. Not told apart is a warning."""
+    score, gate, mean = TRAINED_SCORES[run.cogumi.method], run.cogumi.gate, comparison.mean
+    pair = comparison.paired(score, before, RESULT)
+    others = [f"{name} {other.verdict} ({other.mean:+.4f})" for name, *_, other in comparison.pairs() if name != score]
+    figure = f"{score} {mean(score, before):.4f} before, {mean(score, RESULT):.4f} after, {pair}, {pair.rows} rows"
+    is_told = pair.rows >= MIN_ROWS or pair.p_value < FEW_ROWS_P_VALUE
+    is_better, is_worse = (is_told and pair.verdict == verdict for verdict in ("better", "worse"))
+    required = f"{'better' if gate == 'better' else 'not worse'}{' (cogumi.gate)' if gate else ''}"
+    passed = is_better if gate == "better" else not is_worse and pair.rows > 0
+    fix = "hold out more rows (data.eval_rows), which tells smaller differences, or train longer"
+    if is_worse:
+        fix = "see Comparison in report.html, and lower train.learning_rate"
+    return Check(COMPARED, "; ".join([figure, *others]), required, passed, fix, warning=passed and not is_better)

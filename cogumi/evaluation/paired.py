@@ -1,10 +1,15 @@
-"""Statistics of paired scores: the mean difference with a bootstrap interval, and an exact sign test."""
+"""Models compared by their scores of the same rows: the mean difference with a bootstrap interval, and an exact sign test."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import combinations
+from statistics import fmean
+from typing import Any, Self
 
 import numpy as np
+
+from cogumi.core.run_directory import jsonable_numbers
 
 CONFIDENCE = 0.95
 RESAMPLES, CHUNK = 4000, 100  # CHUNK bounds the memory: CHUNK x rows numbers at a time
@@ -35,10 +40,13 @@ class PairedDifference:
             return "equal"
         return "better" if self.low > 0 else "worse" if self.high < 0 else "not told apart"
 
+    @property
+    def counts(self) -> str:
+        return f"{self.wins}/{self.ties}/{self.losses}"
+
     def __str__(self) -> str:
-        figures = f"{self.mean:+.4f}, 95 % interval {self.low:+.4f} to {self.high:+.4f}; wins/ties/losses "
-        figures += f"{self.wins}/{self.ties}/{self.losses}, sign test p = {self.p_value:.2g}"
-        return f"{self.verdict}, {figures}"
+        figures = f"{self.mean:+.4f}, 95 % interval {self.low:+.4f} to {self.high:+.4f}; wins/ties/losses {self.counts}"
+        return f"{self.verdict}, {figures}, sign test p = {self.p_value:.2g}"
 
 
 def compare_paired(before: Sequence[float], after: Sequence[float]) -> PairedDifference:
@@ -72,3 +80,57 @@ def sign_test(wins: int, losses: int) -> float:
         total += term
         term = term * (count - k) // (k + 1)
     return min(1.0, 2 * total / 2**count)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Completions of the same prompts and their scores.
+
+    prompts: the last message or the text; answers: expected answers, None where there are none; written: completions by
+    model; scores: by score and model, NaN where a completion is not scored.
+    """
+
+    prompts: list[str]
+    answers: list[str] | None
+    written: dict[str, list[str]]
+    scores: dict[str, dict[str, list[float]]]
+    notes: tuple[str, ...] = ()
+
+    def mean(self, score: str, name: str) -> float:
+        """Return the mean score of a model over the rows that are scored."""
+        return fmean([value for value in self.scores[score][name] if not math.isnan(value)] or [math.nan])
+
+    def paired(self, score: str, before: str, after: str) -> PairedDifference:
+        return compare_paired(self.scores[score][before], self.scores[score][after])
+
+    def pairs(self) -> list[tuple[str, str, str, PairedDifference]]:
+        names = list(combinations(self.written, 2))
+        return [(score, *pair, self.paired(score, *pair)) for score in self.scores for pair in names]
+
+    def shown(self, count: int) -> range:
+        """Return the rows to show, whatever was answered: evenly spaced, as neighbours are often of one source file."""
+        return range(0, len(self.prompts), max(1, len(self.prompts) // count))[:count]
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
+        """Return the comparison of `as_dict`, also as read from JSON."""
+        scores = {
+            score: {name: list(map(float, values)) for name, values in by_name.items()}  # NaN is a string there
+            for score, by_name in record["scores"].items()
+        }
+        return cls(**{field.name: record[field.name] for field in fields(cls)} | {"scores": scores})
+
+    def as_dict(self) -> dict[str, Any]:
+        pairs = [
+            {"score": score, "before": before, "after": after, **asdict(pair), "verdict": pair.verdict}
+            for score, before, after, pair in self.pairs()
+        ]
+        means = {score: {name: self.mean(score, name) for name in self.written} for score in self.scores}
+        return jsonable_numbers({"means": means, "pairs": pairs, **asdict(self)})  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.prompts):,} held-out prompts; {'; '.join(self.notes)}"]
+        for score in self.scores:
+            lines += ["", f"{score}: " + ", ".join(f"{name} {self.mean(score, name):.4f}" for name in self.written)]
+            lines += [f"  {after} - {before}: {pair}" for name, before, after, pair in self.pairs() if name == score]
+        return "\n".join(lines)

@@ -91,7 +91,7 @@ def score_file(run: RunConfig, file: Path) -> RewardReport:
     needed = list(dict.fromkeys(name for reward in rewards for name in needed_columns(reward)))
     if rows[0].recorded or any(name not in row.columns for row in rows for name in needed):
         join_data(run, rows, needed, file)
-    scores = call_rewards(run, rewards, rows)
+    scores = call_rewards(run, rewards, rows, notes)
     total = weighted_total(scores, weights)
     ranked = sorted((at for at, reward in enumerate(total) if not math.isnan(reward)), key=total.__getitem__)
     extremes: list[dict[str, Any] | None] = [None, None]
@@ -246,8 +246,8 @@ def load_base_tokenizer(run: RunConfig) -> tuple[Any, Any]:
 # ---------------------------------------------------------------------------------------------------------- the rewards
 
 
-def call_rewards(run: RunConfig, rewards: list[Any], rows: list[Scored]) -> list[list[float | None]]:
-    """Call the functions as TRL does. Returns the scores by reward, NaN where a completion was not scored."""
+def call_rewards(run: RunConfig, rewards: list[Any], rows: list[Scored], notes: list[str]) -> list[list[float | None]]:
+    """Call the functions as TRL does, note what they log, and return scores by reward, NaN where one was not scored."""
     parameters = {name for reward in rewards for name in parameters_of(reward)}
     names = dict.fromkeys(name for row in rows for name in row.columns)
     arguments: dict[str, Any] = {name: [row.columns.get(name) for row in rows] for name in names}
@@ -256,7 +256,7 @@ def call_rewards(run: RunConfig, rewards: list[Any], rows: list[Scored]) -> list
         row.completion if isinstance(row.prompt, str | None) else messages_of(row.completion, "assistant")
         for row in rows
     ]
-    arguments |= dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
+    arguments |= {"log_extra": lambda *_: None, "log_metric": lambda name, value: notes.append(f"{name} {value:.4g}")}
     needs_ids = "completion_ids" in parameters and "completion_ids" not in arguments
     if needs_ids or run.cogumi.thinking is not None or any(map(reads_thoughts, rewards)):
         from cogumi.methods.gspo import graded_as_seen

@@ -9,12 +9,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cogumi.checkpoints.verify import last_good_checkpoint
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import show_import
-from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, read_jsonl, read_section
+from cogumi.core.run_directory import (
+    DECISIONS,
+    SAMPLES_FILE,
+    config_of,
+    read_jsonl,
+    read_section,
+    same_process,
+    this_process,
+)
 from cogumi.stack.gpus import use_one_gpu
 from cogumi.telemetry.status import hint_of_runs, is_run, runs_below, status_of
 
@@ -96,7 +102,9 @@ def read_run(run: Path) -> ChatSetup:
     with show_import():
         use_one_gpu()
         import torch
-    if torch.cuda.is_available() and not status_of(run).ended:
+    status = status_of(run)
+    is_own = same_process(status.process, this_process())  # which compares its result, and has freed the GPU's memory
+    if torch.cuda.is_available() and not status.ended and not is_own:
         fix = "ask when it has ended"
         raise UsageError("the run has the GPU, and the memory of a second model could end it", place=run, fix=fix)
     model, data, train, ours = (config.get(section) or {} for section in ("model", "data", "train", "cogumi"))
@@ -127,11 +135,6 @@ def read_run(run: Path) -> ChatSetup:
         max_new_tokens=train.get("max_completion_length") or MAX_NEW_TOKENS,
         note=note,
     )
-
-
-def config_of(run: Path) -> dict[str, Any]:
-    path = run / "config.yaml"
-    return (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None) or {}
 
 
 def find_saved(run: Path) -> tuple[Path | None, Path | None, str]:

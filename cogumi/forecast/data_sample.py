@@ -16,6 +16,7 @@ from cogumi.data.cache import Data, Source
 from cogumi.data.packing import count_per_row
 from cogumi.data.rows import Lengths, decode_rows, token_lengths
 from cogumi.data.selection import held_out_rows
+from cogumi.data.source_files import TEXT, kind_of
 from cogumi.forecast.preflight_report import Line
 from cogumi.methods.examples import longest_example, sources_of
 from cogumi.methods.gspo import prompt_ids, task_of
@@ -122,7 +123,9 @@ def first_rows(source: Source, count: int) -> pl.DataFrame:
 
 
 def count_rows(file: Path) -> int:
-    """Count the rows of a file: by a parquet file's footer, by the lines of any other."""
+    """Count the rows of a file: by a parquet file's footer, by the lines of any other but a text, which is one."""
+    if kind_of(file) == TEXT:
+        return 1
     if file.suffix == ".parquet":
         return int(pq.ParquetFile(file).metadata.num_rows)
     with file.open("rb") as lines:

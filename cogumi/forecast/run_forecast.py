@@ -31,6 +31,7 @@ from cogumi.forecast.training_step import StagePeak, StepShape, count_decoding, 
 from cogumi.forecast.vllm_forecast import choose_with_engine, describe_sampler, forecast_rollout
 from cogumi.health.rules import FEW_LOSS_ROWS
 from cogumi.merge.logits import WORKING_BYTES
+from cogumi.merge.preflight import refuse_missing_weights
 from cogumi.methods import gspo
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose_packing, load_of, with_values
 from cogumi.methods.dpo import REFERENCE
@@ -102,6 +103,8 @@ def forecast_run(
     if run.cogumi.method == "gspo":
         sampler_settings(run)
     run, base = prepare_base(run)
+    if here:  # for another machine's card the configuration is enough
+        refuse_missing_weights(base)
     check_base(run, base)
     try:
         original = find_merge_base(run, base)

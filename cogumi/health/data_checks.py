@@ -195,10 +195,11 @@ def measure_pairs(trainer: Any, ranks: Ranks) -> PairLosses | None:
 def count_planned_examples(trainer: Any) -> float:
     """Return how many examples the training will see in all."""
     args = trainer.args
-    if args.max_steps <= 0:
-        return args.num_train_epochs * len(trainer.train_dataset) / args.world_size
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    return args.max_steps * getattr(trainer, "examples_per_step", rows)
+    examples = getattr(trainer, "examples_per_step", rows)
+    if args.max_steps <= 0:
+        return args.num_train_epochs * len(trainer.train_dataset) / args.world_size * examples / rows
+    return args.max_steps * examples
 
 
 def loss_of(trainer: Any, prompt: list[int], rest: list[int], labels: list[int]) -> float:

@@ -26,8 +26,9 @@ Level = Literal["green", "yellow", "red"]
 Row = Mapping[str, Any]
 
 
+HELD_OUT_COMPLETIONS = "held-out completions"
 # A red flag explains others, which are then reported as its consequences, so that one fault has one cause. In this order.
-TEXT_FLAGS = ("gradient norm", "loss trend", "loss noise", "token frequencies", "held-out completions")
+TEXT_FLAGS = ("gradient norm", "loss trend", "loss noise", "token frequencies", HELD_OUT_COMPLETIONS)
 UPDATE_FLAGS = ("gradient norm", "adapter moves")
 CONSEQUENCES: dict[str, tuple[str, ...]] = {
     "finite numbers": (),  # every other flag
@@ -35,7 +36,7 @@ CONSEQUENCES: dict[str, tuple[str, ...]] = {
     "padding": ("prompt and completion", *TEXT_FLAGS),
     "learning-rate schedule": (*UPDATE_FLAGS, "update size", "loss trend", "preferences"),
     "adapter moves": ("gradient norm", "update size", "loss trend", "loss noise", "token frequencies", "preferences"),
-    "loss trend": ("gradient norm", "loss noise", "token frequencies", "prompt and completion", "preferences"),
+    "loss trend": (*TEXT_FLAGS, "prompt and completion", "preferences"),
     "prompt and completion": ("gradient norm", "loss noise", "token frequencies"),
     "token frequencies": ("loss noise",),
     "preferences": ("gradient norm",),
@@ -165,7 +166,7 @@ class SampleCounts:
 class RunHistory:
     """All that the rules read. first, latest: rows, both bounded; in a short run they overlap.
 
-    written: completions of held-out prompts by step; step 0 is the base.
+    written: completions of held-out prompts by step; step 0 is the base. held_out: the first and the last held-out loss.
     """
 
     setting: RunSettings
@@ -174,6 +175,7 @@ class RunHistory:
     batches: BatchStatistics | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
     written: Sequence[SampleCounts] = ()
+    held_out: Sequence[float] = ()
 
     @property
     def rows(self) -> list[Row]:

@@ -8,6 +8,7 @@ import statistics
 from typing import Any
 
 from cogumi.health.flags import (
+    HELD_OUT_COMPLETIONS,
     AnswerOverlap,
     Flag,
     Level,
@@ -30,6 +31,7 @@ UNSETTLED_STEPS = 50  #                    steps; before them a loss may still b
 TREND_Z = 3.0  #                           standard deviations of Mann and Kendall's test
 LOSS_RISE_SHARE = 0.1  #                   of the first loss
 LOSS_FALL_SHARE = 0.03  #                  of the first loss, in a hundred steps; a tenth is usual
+DIVERGED_NATS, DIVERGED_SHARE = 1.0, 0.5  # by which the last losses of a broken run are above the first one
 FIRST_FIGURES = 4  #                       step after which a run is first judged by its figures
 SMALL_UPDATE = 0.1  #                      of the spacing of bfloat16 weights: the whole run's update stays below   none
 OVERFLOWING_RATE = 0.1  #                  learning rate; Adam moves a weight by it, and weights are hundredths
@@ -163,11 +165,18 @@ def update_size(run: RunHistory) -> Flag | None:
     size = rate * steps * run.setting.spacings_per_rate
     level: Level = "green"
     evidence = f"{steps} steps at {rate:g} move weights by {size:.2g} of their bfloat16 spacing"
-    if size < SMALL_UPDATE and not (values and fall(values).is_by(LOSS_FALL_SHARE)):
-        evidence += f"; the {'reward does not rise' if is_rl else 'loss does not fall'} by step {run.step}"
+    if size < SMALL_UPDATE and not (held_out_fell(run) or (values and fall(values).is_by(LOSS_FALL_SHARE))):
+        evidence += f"; {'no rise of the reward' if is_rl else 'no fall of the loss'} is seen by step {run.step}"
+        if len(run.held_out) > 1:
+            evidence += ", the held-out loss went from {:.3f} to {:.3f}".format(*run.held_out)
         level = "yellow"
     cause = "the learning rate is too small for so few steps"
     return Flag("update size", level, evidence, cause, "train.learning_rate, higher")
+
+
+def held_out_fell(run: RunHistory) -> bool:
+    """Return whether the loss of the held-out rows fell: they are the same each time, so no batch's noise is in it."""
+    return len(run.held_out) > 1 and run.held_out[-1] <= run.held_out[0] * (1 - LOSS_FALL_SHARE)
 
 
 def held_out_completions(run: RunHistory) -> Flag | None:
@@ -178,7 +187,7 @@ def held_out_completions(run: RunHistory) -> Flag | None:
     now = run.written[-1] if run.written else None
     if now is None or not now.step:
         return None
-    name, evidence = "held-out completions", f"{now.count} completions after step {now.step}"
+    name, evidence = HELD_OUT_COMPLETIONS, f"{now.count} completions after step {now.step}"
     if 2 * now.unusable <= now.count:
         return Flag(name, "green", f"{now.count - now.unusable} of {evidence} are text")
     kinds = {"empty": now.empty, "blank": now.blank, "repeating themselves": now.loops}
@@ -307,7 +316,7 @@ def loss_trend(run: RunHistory) -> Flag | None:
     cause, knob = "the learning rate is too high", "train.learning_rate, to a tenth"
     latest = run.series("loss", run.latest[len(run.latest) // 2 :])
     rising = trend(*latest)
-    if peak > start + margin:
+    if peak > start + margin or end > start + max(DIVERGED_NATS, DIVERGED_SHARE * start):  # however it swings
         level = "yellow" if has_fallen else "red"
     elif len(latest[1]) >= 2 * FEW_LOSS_ROWS and rising.z > TREND_Z and rising.change(latest[0]) > margin:
         evidence = f"up by {rising.change(latest[0]):.3f} from step {latest[0][0]} to {steps[-1]} (z = {rising.z:.1f})"
@@ -359,7 +368,7 @@ def loss_noise(run: RunHistory) -> Flag | None:
     level = level_above(part, *SCATTER_SHARES)
     if level == "red" and examples >= SMALL_BATCH_EXAMPLES:
         level = "yellow"
-    if fall(run.series("loss")[1]).is_by(LOSS_FALL_SHARE):
+    if held_out_fell(run) or fall(run.series("loss")[1]).is_by(LOSS_FALL_SHARE):
         level = "green"  # as a loss becomes small, its scatter is more and more of it
     evidence = f"{part:.0%} of the loss from step to step, with {examples} examples a step"
     why = "the batch is too small, so its gradient is mostly chance", "train.gradient_accumulation_steps, higher"

@@ -4,7 +4,7 @@ import logging
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.config.schema import Thresholds
 from cogumi.core.run_directory import read_json, write_json
 from cogumi.health.data_checks import examine_batches, measure_pairs
-from cogumi.health.flags import BatchStatistics, Flag, RunHistory, RunSettings, read_samples, red_flags
+from cogumi.health.flags import BatchStatistics, Flag, RunHistory, RunSettings, number, read_samples, red_flags
 from cogumi.health.rules import FIRST_FIGURES, PAIR_T, SETTLED_STEP, is_not_finite, token_frequencies
 from cogumi.health.verdict import Check, judge
 from cogumi.patches.trl_internals import wrap_method
@@ -80,6 +80,7 @@ class Sentinel(TrainerCallback):
         self.setting = setting_of(trainer, method)
         self.batches: BatchStatistics | None = None
         self.first: list[dict[str, Any]] = []
+        self.held_out: list[float] = []  # the first and the last loss
         self.latest: deque[dict[str, Any]] = deque(maxlen=LATEST_ROWS)
         self.flags: list[Flag] = []
         self.saved_flags: list[Flag] = []  # of the run that this one resumes
@@ -115,6 +116,7 @@ class Sentinel(TrainerCallback):
         for row in state.log_history:  # of the part before a resume
             if "loss" in row:
                 self.remember(dict(row))
+            self.remember_held_out(row)
         self.judged_at = state.global_step
 
     def time_batches(self, get_batch_samples: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -134,6 +136,7 @@ class Sentinel(TrainerCallback):
             self.ended = self.ended or EarlyEnd(SANITY_CHECKED, f"the first {self.sanity} steps are done")
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
+        self.remember_held_out(logs)
         if "loss" not in logs:  # an evaluation, or the summary
             return
         row = {**logs, "step": state.global_step, **self.seen}
@@ -165,6 +168,10 @@ class Sentinel(TrainerCallback):
         if row["step"] > SETTLED_STEP:
             self.latest.append(row)
 
+    def remember_held_out(self, row: Mapping[str, Any]) -> None:
+        if (loss := number(row, "eval_loss")) is not None:
+            self.held_out = [*self.held_out[:1], loss]
+
     def should_measure_pairs(self, batches: BatchStatistics, step: int) -> bool:
         """Return whether to measure pairs again: once if the base cannot tell prompts apart, else when its loss rests."""
         if batches.pairs is None:
@@ -195,7 +202,8 @@ class Sentinel(TrainerCallback):
 
     def run(self) -> RunHistory:
         written = read_samples(self.path.parent) if self.first else []
-        return RunHistory(self.setting, self.first, list(self.latest), self.batches, self.thresholds, written)
+        latest = list(self.latest)
+        return RunHistory(self.setting, self.first, latest, self.batches, self.thresholds, written, self.held_out)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Judge at the last step; a run looks again after the samples that follow."""

@@ -24,11 +24,10 @@ from cogumi.health.flags import (
     resolve_consequences,
     trend,
 )
-from cogumi.health.rules import FEW_LOSS_ROWS, RULES, TREND_Z, UNSETTLED_STEPS, rollouts
+from cogumi.health.rules import DIVERGED_SHARE, FEW_LOSS_ROWS, RULES, TREND_Z, UNSETTLED_STEPS, rollouts
 from cogumi.rl.watch import RECORD
 
 log = logging.getLogger("cogumi")
-DIVERGED_SHARE = 0.5  # of the first loss, by which the last ones are above it
 RAISED = "it raised "  # how the evidence of a flag begins that is a failed check
 COSTS_TIME = {"GPU", "waiting for data", "clip fraction", "gradient clipping"}  # they say nothing of what is learned
 

@@ -20,7 +20,7 @@ from cogumi.core.durability import blake3_file
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes, one_line
 from cogumi.core.redact import redact_text
-from cogumi.core.run_directory import DECISIONS, failed_check_names, read_json, read_section
+from cogumi.core.run_directory import DECISIONS, describe_unmet_gate, failed_check_names, read_json, read_section
 from cogumi.hub.downloads import status_of
 
 CARD = "README.md"
@@ -62,6 +62,8 @@ def push_model(source: Path, name: str, what: str | None = None, private: bool =
     run, directory, kind = find_model(source, what)
     if run is not None and not anyway and (wrong := why_not(run, kind)):
         fix = "train again, or push it --anyway: the card says so"
+        if gate := describe_unmet_gate(run):
+            raise UsageError(gate, place=run, fix=fix)
         if kind == "merged" and not why_not(run, "adapter"):
             fix = "push the adapter (--what adapter), or mend the merge (cogumi status has the command)"
         raise UsageError(wrong, place=run, fix=fix)

@@ -96,6 +96,21 @@ def prove_original(base: str, revision: str | None, original: Original) -> None:
         raise UsageError(message, key="cogumi.merge_base", fix=fix) from mismatch
 
 
+def refuse_missing_weights(base: RunBase) -> None:
+    """Raise UsageError for a model's directory in which a file of its weights is missing or empty."""
+    path, custom = Path(base.name), getattr(base.config, "transformers_weights", None)
+    names = [custom] if custom else WEIGHTS
+    files = [path / name for name in names if (path / name).is_file()][:1]
+    fault = "" if files else f"{path} holds no weights: none of {', '.join(names)}"
+    if files and files[0].suffix == ".json":
+        files += sorted({path / shard for shard in read_json(files[0]).get("weight_map", {}).values()})
+    if lacking := [file for file in files if not file.is_file() or not file.stat().st_size]:
+        state = "empty" if lacking[0].is_file() else f"missing, which {files[0].name} names"
+        fault = f"{lacking[0]} is {state} ({len(lacking)} of {len(files)} files)"
+    if fault and path.is_dir():
+        raise UsageError(fault, key="model.name", fix="copy the file there, or download the model again")
+
+
 def check_loadable(model: RunBase) -> None:
     """Raise UsageError for a base of which transformers would fill a part with random numbers, by its files' headers.
 

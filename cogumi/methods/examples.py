@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from cogumi.config.binding import defaults_in_source
-from cogumi.config.schema import DataSection, MixEntry, RunConfig
+from cogumi.config.schema import DataSection, MixEntry, RunConfig, package_of
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
@@ -31,6 +31,7 @@ from cogumi.data.sources import batches, column_names
 from cogumi.data.templates import end_of_turn, prints_date, read_template
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, task_of
+from cogumi.rewards.task_packages import ANSWER_RULE, task_rows
 from cogumi.rl.guards import POSITIONS, context_of
 
 log = logging.getLogger("cogumi")
@@ -176,12 +177,15 @@ def sources_of(
     sources = []
     for number, item in enumerate(entries):
         is_eval, format = number == trained, item.format or run.data.format
-        task = None if item.source else task_of(run)
-        source = str(write_rows(own_rows(task), task.name)) if task else item.source or ""
-        if is_eval and (Path(source).is_dir() or (is_hub_id(source) and not Path(source).exists())):
+        task, source = None if item.source else task_of(run), item.source or ""
+        package, name = package_of(source), source
+        if is_eval and (package or Path(source).is_dir() or (is_hub_id(source) and not Path(source).exists())):
             raise UsageError(f"{source} is no file", key="data.eval_source", fix="name the file, or a pattern")
-        name, files, identity = locate(source, revision=item.revision, split=item.split, subset=item.subset)
-        name = f"cogumi.environment {task.name}" if task else name
+        if task or package:
+            name = f"cogumi.environment {task.name}" if task else source
+            source = str(write_rows(own_rows(task) if task else task_rows(source, item.options), name))
+        found, files, identity = locate(source, revision=item.revision, split=item.split, subset=item.subset)
+        name = name if task or package else found
         options = FormatOptions(
             method=run.cogumi.method,
             format=format,
@@ -211,10 +215,10 @@ def sources_of(
             weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
             read=reader_for(options, tokenizer),
-            notes=describe_left_out(source, files),
+            notes=[f"{name}: {ANSWER_RULE}"] if package == "reasoning_gym" else describe_left_out(source, files),
         )
         # The samples have columns for every method; rewards get all columns.
-        if not source.startswith("cogumi:") and run.cogumi.method != "gspo":
+        if not package and not source.startswith("cogumi:") and run.cogumi.method != "gspo":
             entry = replace(entry, unused=unused_parts(entry, names))
         sources.append((entry, options))
     return sources

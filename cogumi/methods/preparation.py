@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import DECISIONS, read_section
+from cogumi.core.run_directory import DECISIONS, describe_unmet_gate, read_section
 from cogumi.hub.downloads import find_commit
 from cogumi.merge.adapter_files import WHERE_TRAINED, refuse_unsupported
 from cogumi.merge.preflight import Original, check_loadable, expected_base, find_original, plan_adapter
@@ -25,6 +25,7 @@ from cogumi.models.adapters import check_targets, lora_config
 from cogumi.models.base import RunBase, meta_model
 from cogumi.models.loading import BUILD_REFUSALS, load_tokenizer, read_base, use_chat_template, use_end_token
 from cogumi.models.quantization import refuse_quantized_already, refuse_untrainable
+from cogumi.telemetry.status import run_above
 
 log = logging.getLogger("cogumi")
 
@@ -40,6 +41,10 @@ def check_settings(run: RunConfig, on_this_machine: bool = True) -> None:
         raise UsageError(reason, fix="set cogumi.price_per_hour as well")
     if options.tuning == "full":
         auto_settings.refuse_adapter_settings(run)
+    for key, place in (("model.name", run.model.name), ("model.adapter", run.model.adapter)):
+        before = None if place is None or options.anyway else run_above(Path(place))
+        if before is not None and (gate := describe_unmet_gate(before)):
+            raise UsageError(gate, place=before, key=key, fix="train that again, or set cogumi.anyway: true here")
     if on_this_machine:
         auto_settings.refuse_segments(run)
     if run.model.adapter is not None:

@@ -24,7 +24,7 @@ from cogumi.data.packing import (
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import wrap_method
 from cogumi.stack.ranks import Ranks
-from cogumi.telemetry.recorder import preserve_rng_and_mode
+from cogumi.telemetry.recorder import preserve_rng_and_mode, set_status
 
 log = logging.getLogger("cogumi")
 PACKING = "packing"  # of decisions.json: whether rows are packed, why, and what a step is then
@@ -45,6 +45,9 @@ def arguments(run: RunConfig) -> dict[str, Any]:
             raise UsageError(message, fix=f"set data.fim.max_length to {length}, which drops and counts them")
         # The data's own budget has already dropped, and counted, what is too long.
         default = budget if run.train.get("packing") else None
+    for key in ("completion_only_loss", "assistant_only_loss") if run.data.format == "text" else ():
+        if run.train.get(key):
+            raise UsageError("of data.format: text every token is learned", key=f"train.{key}", fix="drop it")
     # What is learned is in the examples, and so is the chat template: TRL gets ids and masks.
     ours = {"completion_only_loss": True, "assistant_only_loss": False, "chat_template_path": None}
     return {**run.train, **ours, "max_length": length or default}
@@ -114,6 +117,8 @@ def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, to
         log.info("packing: %s, as when the run began", "on" if decided["safe"] else "off")
         return decided
     documents = [train_dataset[i]["input_ids"] for i in range(min(PROBED_DOCUMENTS, len(train_dataset)))]
+    log.info("packing: comparing the logits of packed examples with those of separate ones ...")
+    set_status(run.run_dir, "running", stage="packing")
     try:
         with preserve_rng_and_mode(model):
             distance, bound = probe_packing(model.eval(), documents, tokenizer.pad_token_id)

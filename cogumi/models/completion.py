@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from cogumi.patches import replaced
 
 
-@torch.no_grad()
 def complete_with_ends(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -25,6 +24,20 @@ def complete_with_ends(
     An end token or a stop sequence ends it and is left out. `skip_special_tokens=False` keeps the end token. Greedy,
     unless `generation`, further arguments of `generate`, says otherwise.
     """
+    new = generate_ids(model, tokenizer, prompts, stops, max_new_tokens=max_new_tokens, **generation)
+    ends = torch.isin(new, torch.tensor(sorted(end_ids(model, tokenizer)), dtype=new.dtype, device=new.device)).any(-1)
+    texts = [
+        (text, cut_at_stop(text, stops))
+        for text in tokenizer.batch_decode(new, skip_special_tokens=skip_special_tokens)
+    ]
+    return [(trimmed, end or trimmed != text) for (text, trimmed), end in zip(texts, ends.tolist(), strict=True)]
+
+
+@torch.no_grad()
+def generate_ids(
+    model: Any, tokenizer: Any, prompts: Sequence[str | list[int]], stops: Sequence[str] = (), **generation: Any
+) -> torch.Tensor:
+    """Return the new tokens of each prompt, [prompts, tokens], padded behind their end; greedy by default."""
     was_training = model.training
     model.eval()
     ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -37,19 +50,13 @@ def complete_with_ends(
     with routing:
         written = model.generate(
             **batch,
-            max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
             **{"do_sample": False, **generation},
             **({"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}),
         )
     model.train(was_training)
-    new = written[:, batch["input_ids"].shape[1] :]
-    ends = torch.isin(new, torch.tensor(sorted(end_ids(model, tokenizer)), dtype=new.dtype, device=new.device)).any(-1)
-    texts = [
-        (text, cut_at_stop(text, stops))
-        for text in tokenizer.batch_decode(new, skip_special_tokens=skip_special_tokens)
-    ]
-    return [(trimmed, end or trimmed != text) for (text, trimmed), end in zip(texts, ends.tolist(), strict=True)]
+    new: torch.Tensor = written[:, batch["input_ids"].shape[1] :]
+    return new
 
 
 @torch.no_grad()

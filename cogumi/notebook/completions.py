@@ -7,7 +7,8 @@ from typing import Any
 
 from cogumi.core.errors import UsageError
 from cogumi.core.redact import redact_text
-from cogumi.core.run_directory import SAMPLES_FILE, read_jsonl
+from cogumi.core.run_directory import COMPARISON, SAMPLES_FILE, read_json, read_jsonl
+from cogumi.evaluation.paired import Comparison
 from cogumi.notebook.figures import HtmlFigure
 from cogumi.notebook.html_components import add_style, describe_blank, escape_text, folded, level, table, verbatim
 from cogumi.telemetry.status import format_value
@@ -119,14 +120,26 @@ def compare(
     from cogumi.config.schema import load_config
     from cogumi.evaluation.comparison import compare_models  # imports torch
 
-    comparison = compare_models(models, load_config(config), rows)
-    lines, answers = [], comparison.answers
+    return HtmlFigure(add_style(render_comparison(compare_models(models, load_config(config), rows), shown)))
+
+
+def render_recorded(run_dir: Path) -> str:
+    """Render the comparison that a run made at its end (`cogumi.compare_with`); "" without one."""
+    path = run_dir / COMPARISON
+    return render_comparison(Comparison.from_dict(read_json(path))) if path.exists() else ""
+
+
+def render_comparison(comparison: Comparison, shown: int = 5) -> str:
+    lines, answers, models = [], comparison.answers, [*comparison.written]
     first, *others = models
     for score in comparison.scores:
         label = LABELS.get(score, score)
         lines.append([escape_text(f"{label}, mean"), *(f"{comparison.mean(score, name):.3f}" for name in models), ""])
         pairs = [comparison.paired(score, first, name) for name in others]
-        cells = [f"{pair.mean:+.3f} ({pair.low:+.3f} to {pair.high:+.3f}), {pair.verdict}" for pair in pairs]
+        cells = [
+            f"{pair.mean:+.3f} ({pair.low:+.3f} to {pair.high:+.3f}), {pair.verdict}; wins/ties/losses {pair.counts}"
+            for pair in pairs
+        ]
         lines.append([escape_text(f"{label}, difference to {first} (95 % interval)"), "", *cells, ""])
     marks = {True: level("green", "right"), False: level("red", "wrong")} if answers else {}
     for row in comparison.shown(shown):
@@ -135,4 +148,4 @@ def compare(
         lines.append([verbatim(comparison.prompts[row]), *cells, verbatim(answer)])
     count, notes = len(comparison.shown(shown)), escape_text("; ".join(comparison.notes))
     caption = f"{len(comparison.prompts)} held-out prompts, of which {count} are shown, evenly spaced; {notes}"
-    return HtmlFigure(add_style(table(("asked", *models, "right"), lines, caption, kind="wide even")))
+    return table(("asked", *models, "right"), lines, caption, kind="wide even")

@@ -22,11 +22,10 @@ from cogumi.core import __version__
 from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.formatting import format_duration, format_memory
 from cogumi.core.notices import is_notebook
-from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FILE, read_section, write_atomic
-from cogumi.evaluation.saved_models import config_of
+from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FILE, config_of, read_section, write_atomic
 from cogumi.notebook import figures
 from cogumi.notebook import html_components as html
-from cogumi.notebook.completions import render_columns, render_samples
+from cogumi.notebook.completions import render_columns, render_recorded, render_samples
 from cogumi.telemetry.status import (
     BROKEN_OFF,
     Status,
@@ -300,6 +299,8 @@ def render_report(look: RunSnapshot) -> str:
         or "<p>Nothing was logged: there is no metrics.jsonl.</p>",
         "Rewards": rewards(run),
         "Completions": completions(run),
+        "What broke": forgetting(run),
+        "Comparison": render_recorded(run),
         "Data": data(run),
         "Memory": memory(run, metrics.get("memory", {})),
         "Merge": merge(run),
@@ -437,6 +438,12 @@ def completions(run: Path) -> str:
     if samples := [{"step": step, **sample} for step, shown in steps.items() for sample in shown]:
         content += html.folded("Sampled while it trained, first and last, with rewards", render_samples(samples))
     return content
+
+
+def forgetting(run: Path) -> str:
+    hint = "Not measured: set cogumi.forgetting: true, or run: cogumi compare base RUN_DIR --panel"
+    lines = read_json_or_empty(run / "forgetting.json").get("lines", [hint])
+    return "".join(f"<p>{html.escape_text(line)}</p>" for line in lines)
 
 
 def data(run: Path) -> str:

@@ -9,8 +9,10 @@ import atexit
 import math
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from threading import Lock
 from typing import Annotated, Any
 
@@ -26,10 +28,11 @@ DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 BEFORE_ANSWER = "####"  # GSM8K
 MEMORY_BYTES = 4 << 30  # of address space of the worker
 START_SECONDS = 60.0
+EXTRAS = {"math_verify": "rewards", "reasoning_gym": "reasoning-gym"}
 UNREADABLE, LATE = "unreadable", "late"
 NOT_SCORED = {UNREADABLE: None, LATE: math.nan}
 _lock = Lock()
-_workers: list[Worker] = []  # none or one
+_workers: dict[str, Worker] = {}  # by the module that each has imported
 
 
 def math_answer(
@@ -50,54 +53,58 @@ def math_answer(
         message = f"`answer` is an object with {', '.join(map(str, mapping))}, and math_answer compares text"
         raise UsageError(message, key="data.columns", fix="make a column `answer` of text or numbers")
     pairs = zip(completions, answer, strict=True)
-    results = [UNREADABLE if gold is None else compare_apart(str(gold), text_of(text), seconds) for text, gold in pairs]
+    compared = partial(call_apart, "math_verify", seconds, compare)
+    results = [UNREADABLE if gold is None else compared(str(gold), text_of(text)) for text, gold in pairs]
     if log_metric is not None:
         for why in (UNREADABLE, LATE):
             log_metric(f"math_answer/{why}", results.count(why) / max(len(results), 1))
     return [float(result) if isinstance(result, bool) else NOT_SCORED[result] for result in results]
 
 
-def compare_apart(gold: str, text: str, seconds: float) -> bool | str:
-    """Call `compare` in the worker, which is started if there is none; LATE if it had to be killed."""
+def call_apart(module: str, seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in the worker of a module, which is started if there is none; LATE if it had to be killed."""
     with _lock:
-        if not _workers:
-            require_extra("math_verify", "rewards", key="cogumi.rewards")
-            _workers.append(Worker("math-verify", {**os.environ, "CUDA_VISIBLE_DEVICES": ""}))
-            _workers[0].send(prepare)
-            _workers[0].receive(START_SECONDS)
+        if module not in _workers:
+            require_extra(module, EXTRAS.get(module, module), key="cogumi.rewards")
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
+            _workers[module] = Worker(module, environment)
+            _workers[module].send(prepare, module)
+            _workers[module].receive(START_SECONDS)
         try:
-            _workers[0].send(compare, gold, text, seconds)
-            answer: bool | str = _workers[0].receive(seconds)
+            _workers[module].send(limited, seconds, function, *arguments)
+            return _workers[module].receive(seconds)
         except RuntimeError:  # too slow, or killed by the kernel for its memory or processor time
-            close()
+            _workers.pop(module).close()
             return LATE
-        return answer
 
 
 @atexit.register
 def close() -> None:
     while _workers:
-        _workers.pop().close()
+        _workers.popitem()[1].close()
 
 
 # ------------------------------------------------------------------------------------------------------- in the worker
 
 
-def prepare() -> None:
+def prepare(module: str) -> None:
     """Import the library and limit the memory: an expression can be arbitrarily large."""
-    import math_verify  # noqa: F401
-
+    import_module(module)
     with suppress(ValueError):  # a smaller limit is set already
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def compare(gold: str, text: str, seconds: float) -> bool | str:
+def limited(seconds: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with a limit of processor time, which ends the worker even if its parent is gone."""
+    used, hard = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used + seconds) + 2, hard))
+    return function(*arguments)
+
+
+def compare(gold: str, text: str) -> bool | str:
     """Tell whether the expression in a text equals the one in `gold`; UNREADABLE if gold has none."""
     from math_verify import parse, verify
 
-    # A limit of processor time ends the worker even if its parent is gone.
-    used, hard = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used + seconds) + 2, hard))
     gold = gold.rpartition(BEFORE_ANSWER)[2].strip()
     # Without a delimiter math-verify reads numbers only.
     is_delimited = not gold or any(mark in gold for mark in DELIMITERS)

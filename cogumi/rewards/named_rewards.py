@@ -43,6 +43,7 @@ from cogumi.rewards.functions import (
     with_columns,
 )
 from cogumi.rewards.math_answers import math_answer
+from cogumi.rewards.task_packages import reasoning_gym, verifiers
 from cogumi.rewards.unit_tests import unit_tests
 
 KEY = "cogumi.rewards"
@@ -54,7 +55,7 @@ BUILTIN_REWARDS: dict[str, Reward] = {
     reward.__name__: reward
     for reward in (
         *(exact_match, edit_similarity, parses, final_number, exact_answer, answer_similarity),
-        *(math_answer, format_match, overlong, thought_price, unit_tests),
+        *(math_answer, format_match, overlong, thought_price, unit_tests, reasoning_gym, verifiers),
     )
 }
 """Names for a YAML, besides `file.py:function` and `package.module:function`."""

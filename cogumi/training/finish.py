@@ -26,7 +26,7 @@ from cogumi.core.run_directory import (
     write_json,
     write_section,
 )
-from cogumi.health.flags import red_flags
+from cogumi.health.flags import HELD_OUT_COMPLETIONS, red_flags
 from cogumi.health.verdict import RAISED, Check, Scale, Verdict, failed_check, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import logits
@@ -53,7 +53,7 @@ log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
 # No failure: this share of the update stays, of the next tokens are equal, and of the adapter's movement is the largest distance.
 MOSTLY_RETAINED, EQUAL_TOKENS, SMALL_MOVEMENT = 0.9, 0.98, 0.25
-LOGIT_TOKENS = 64  # of each example on which logits are compared: 8 x 64 x 150 000 logits in bfloat16 are 150 MB
+LOGIT_TOKENS = 64  # of each example on which logits are compared: 4 x 64 x 150 000 logits in bfloat16 are 75 MB
 SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
 
 
@@ -240,7 +240,7 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
         reference = logits.record_directory([(adapter, 1.0)], base, report.out, live.tokens, loader)
         beside = f"those of the adapter on the full-precision base (it was trained on {on})"
         check = logits.compare_directory(reference, report.out, loader, report.delta_retained)
-    checks = judge_logits(check, beside, report, live.again)
+    checks = judge_logits(check, f"{beside}, on {live.tokens.numel()} tokens", report, live.again)
     if type(meta_model(config).config) is type(config):
         return checks
     tower_loader = replace(loader, kind=AutoModelForImageTextToText)
@@ -311,6 +311,9 @@ def make_verdict(fitted: TrainingOutcome) -> Verdict:
     safe: Scale | None = None
     raised = (flag for flag in sentinel.flags if flag.evidence.startswith(RAISED))
     checks += [Check(flag.name, flag.evidence, "judged", False, "read run.log") for flag in raised]
+    # Whatever its loss and its merge are worth: this model writes nothing.
+    mute = (flag for flag in red_flags(sentinel.flags) if flag.name == HELD_OUT_COMPLETIONS)
+    checks += [Check(flag.name, flag.evidence, "text", False, f"{flag.cause}: change {flag.knob}") for flag in mute]
     if ended is not None and ended.state != SANITY_CHECKED:
         checks.append(Check(ended.state, ended.reason, "the training to its end", False, RESUME_HINTS[ended.state]))
     if sentinel.sanity is not None:

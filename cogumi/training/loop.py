@@ -31,10 +31,12 @@ from cogumi.core.run_directory import (
     PAUSED,
     SAMPLES_FILE,
     read_jsonl,
+    read_section,
     write_section,
 )
 from cogumi.disk.callback import DiskMonitorCallback
-from cogumi.forecast.disk_forecast import forecast_trainer
+from cogumi.forecast.disk_forecast import count_saves, forecast_trainer
+from cogumi.health.data_checks import count_planned_examples, spread
 from cogumi.health.sentinel import EarlyEnd, Sentinel, judge_moved
 from cogumi.health.verdict import Check, attempt, judge_divergence, judge_gspo, judge_training
 from cogumi.methods import dpo
@@ -50,8 +52,11 @@ log = logging.getLogger("cogumi")
 MAX_EVALUATIONS = 10  # between the first and the last step
 MAX_EVALUATION_TIME_SHARE = 0.02  # of the training's computing
 FLOPS_MULTIPLIER = 3  # of a training step: forward, and backward at twice its cost
+PAID_SHARE = 0.05  # of the training's computing: for a held-out loss, or for samples, before it and after it
+MIN_EVALUATION_ROWS, MIN_SAMPLE_TOKENS, MAX_SAMPLE_TOKENS = 8, 24, 64
 LOOK_SECONDS = 1.0  # between two looks at the directory, which may be on a slow disk
 PAUSE_SECONDS = 0.5
+UNSAVED_SECONDS = 600.0  # from which a run without a checkpoint before its end is warned of
 
 
 class Agreement(TrainerCallback):
@@ -104,6 +109,7 @@ class ControlCallback(TrainerCallback):
             return
         if self.telemetry.pace.steps == 2 and self.telemetry.throughput.total.rollouts and self.telemetry.ranks.leads:
             self.log_outlook(step, min(state.max_steps, self.options.sanity or state.max_steps))
+        self.warn_if_unsaved(args.save_strategy.value, state)
         if self.every and step % self.every == 0:
             control.should_evaluate = True  # after the step's own row is logged
         if spent_budget := budget_reached(self.options, self.telemetry.meter.elapsed()):
@@ -121,6 +127,18 @@ class ControlCallback(TrainerCallback):
         if remove_request(self.telemetry.run_dir / CHECKPOINT):
             log.info("step %d: a checkpoint, as asked", step)
             control.should_save = True
+
+    def warn_if_unsaved(self, strategy: str, state: TrainerState) -> None:
+        """Log after the first steps that a long run writes no checkpoint before its end, which only a signal would cause."""
+        if self.telemetry.pace.steps != recorder.PACE_STEPS or not self.telemetry.ranks.leads:
+            return
+        steps, seconds = state.max_steps, self.telemetry.eta(0, state.max_steps) or 0.0
+        saves = {"no": 0, "epoch": state.num_train_epochs}.get(strategy, count_saves(self.trainer, 0))
+        if saves is None or saves > 1 or seconds < UNSAVED_SECONDS:
+            return
+        setting = f"save_steps: {state.save_steps}" if strategy == "steps" else f"save_strategy: {strategy}"
+        text = "train.%s writes no checkpoint before the end of %d steps, in about %s; set train.save_strategy: steps and %s"
+        log.warning(text, setting, steps, format_duration(seconds), f"train.save_steps: {math.ceil(steps / 10)}")
 
     def log_outlook(self, step: int, steps: int) -> None:
         """Log the run's time and cost, and where its budget ends it, from the first two steps and their rollouts."""
@@ -217,13 +235,14 @@ def fit(
     samples_every = 0 if rl and options.samples_every is None else options.samples_every
     first = trainer.is_fsdp_enabled and ranks.tell(not (run_dir / SAMPLES_FILE).exists())  # by all processes together
     if (samples_every != 0 or first) and examples.prompts is not None:
-        trainer.add_callback(
-            recorder.Samples(telemetry, tokenizer, examples.prompts, samples_every, options.stop, first)
-        )
+        shown = examples.prompts, samples_every, sample_options(run, trainer), first
+        trainer.add_callback(recorder.Samples(telemetry, tokenizer, *shown))
     if rl:
         recorder.record_rollouts(trainer, telemetry)
     measure_loss = examples.held_out is not None and not rl
     if measure_loss:
+        if run.train.get("eval_strategy") is None:
+            limit_held_out(run_dir, trainer, ranks)
         rows = len(trainer.eval_dataset)
         shared = rows - rows % ranks.count or rows
         if shared < rows:
@@ -258,7 +277,8 @@ def fit(
     with closing(telemetry), logging_redirect_tqdm(recorder.terminal_loggers()):  # lines above the bar, not in it
         try:
             if ranks.leads:
-                log_disk_forecast(run, trainer)
+                with recorder.stage_inside(heart, "disk forecast", ""):
+                    log_disk_forecast(run, trainer)
             trainer.train()
         except (ValueError, ImportError, UsageError) as error:
             if trainer.state.global_step > 0:
@@ -280,7 +300,7 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
     # One that ended early is resumed later, and is to have logged then what it would have without stopping.
     measure_loss = trainer.eval_dataset is not None and options.method != "gspo" and fitted.ended is None
     if ranks.tell(measure_loss and not was_evaluated(run_dir, state.global_step)):
-        log.info("held-out loss after the last step ...")
+        log.info("held-out loss after the last step, of %d rows ...", len(trainer.eval_dataset))
         checks += attempt("held-out loss", trainer.evaluate)
     trackers.close_tensorboard(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")
@@ -295,6 +315,25 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
         checks += attempt("rewards", judge_gspo, metrics, run_dir)
     else:
         checks += attempt("loss", judge_divergence, metrics)
+
+
+def sample_options(run: RunConfig, trainer: Any) -> dict[str, Any]:
+    """Return the stops and the length of samples. A token reads all weights, which takes the time of a short example."""
+    paid = int(PAID_SHARE * FLOPS_MULTIPLIER * count_planned_examples(trainer))
+    is_short = run.cogumi.method != "gspo" and paid < MAX_SAMPLE_TOKENS  # whose rollouts cost more than any sample
+    return {"stops": run.cogumi.stop, "max_new_tokens": max(MIN_SAMPLE_TOKENS, paid) if is_short else MAX_SAMPLE_TOKENS}
+
+
+def limit_held_out(run_dir: Path, trainer: Any, ranks: Ranks) -> None:
+    """Choose the held-out rows, spread over all, of which a short training pays for the loss before and after it."""
+    passes, rows = FLOPS_MULTIPLIER * count_planned_examples(trainer) * ranks.count, len(trainer.eval_dataset)
+    place, measured = (run_dir / DECISIONS, "held_out_loss"), max(MIN_EVALUATION_ROWS, int(PAID_SHARE * passes))
+    is_older = ranks.decide(lambda: was_evaluated(run_dir, 0) and not read_section(*place))  # than this limit
+    if measured < rows and not is_older:
+        trainer.eval_dataset = trainer.eval_dataset.select(spread(rows, measured))
+        ranks.decide(lambda: write_section(*place, {"measured": measured, "held_out": rows}))
+        text = "held-out loss: on %d of the %d rows, %.0f %% of the training's computing; train.eval_strategy takes all"
+        log.log(logging.INFO if ranks.leads else logging.DEBUG, text, measured, rows, 100 * measured / passes)
 
 
 def even_batch(rows: int, batch: int, count: int) -> int:

@@ -25,13 +25,15 @@ from cogumi.core.formatting import one_line
 from cogumi.core.notices import quiet_libraries, show_seconds
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
+from cogumi.evaluation.comparison import compare_result, refuse_incomparable
+from cogumi.evaluation.forgetting import check_forgetting
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict, attempt
 from cogumi.hub.downloads import Download, refuse_no_room
 from cogumi.merge.adapter_files import read_json, serving_limits
 from cogumi.merge.arithmetic import restore_matmul_precision
-from cogumi.merge.preflight import Original, check_loadable, prove_original
+from cogumi.merge.preflight import Original, check_loadable, prove_original, refuse_missing_weights
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.examples import (
     Examples,
@@ -65,12 +67,12 @@ from cogumi.telemetry.throughput import EXPERTS, Meter
 from cogumi.telemetry.trackers import refuse_unreachable
 from cogumi.training import finish
 from cogumi.training.estimate import make_choices, run_preflight, wants_preflight
-from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit
+from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit, sample_options
 from cogumi.training.parallel import Followers, follow, gather_trained, processes_here, set_accelerate
 from cogumi.training.resume import is_resuming, lock_run, refuse_spent
 
 log = logging.getLogger("cogumi")
-LOGIT_ROWS = 8  # examples on which the merged model's logits are compared
+LOGIT_ROWS = 4  # examples on which the merged model's logits are compared
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,12 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
         if trained.adapter is not None and trained.live is not None:
             merged, merge_checks = finish.try_merge(run, trained.adapter, base.name, trained.live, prepared.original)
             trained.fitted.checks.extend(merge_checks)
+        if run.cogumi.compare_with is not None and trained.fitted.ended is None:
+            enter_stage(heart, "compare", f"comparing the result with {run.cogumi.compare_with} on held-out rows")
+            trained.fitted.checks.extend(compare_result(run, base))
+        if run.cogumi.forgetting and trained.fitted.ended is None:
+            enter_stage(heart, "forgetting", "base and trained model answer the instructions of the forgetting panel")
+            trained.fitted.checks.append(check_forgetting(run))
         verdict = finish.record_verdict(run_dir, trained.fitted)
         if trained.adapter is not None and (
             limits := serving_limits(read_json(trained.adapter / "adapter_config.json"))
@@ -220,6 +228,7 @@ class Prepared:
 
 def prepare(run: RunConfig, base: RunBase) -> Prepared:
     """Check the base, then make the examples and try the rewards. Raises UsageError for all that the run refuses."""
+    refuse_missing_weights(base)
     coverage = check_base(run, base)
     original = find_merge_base(run, base)
     check_merge(run, base, original)
@@ -230,6 +239,7 @@ def prepare(run: RunConfig, base: RunBase) -> Prepared:
     if run.model.quantization_config is not None or quantization_of(base.config) is not None:
         weights = describe_weights(base.config, resolve_dtype(run.model.dtype), run.model.quantization_config)
     examples = prepare_examples(run, tokenizer, base.config)
+    refuse_incomparable(run, base, examples, tokenizer)
     if run.cogumi.method == "gspo":
         gspo.try_rewards(run, examples.train.dataset)
         gspo.try_task(run, examples.train.dataset, tokenizer)
@@ -332,7 +342,7 @@ def train_and_save(
     shared = trainer.is_fsdp_enabled
     if prompts is not None and not shared and not (run_dir / SAMPLES_FILE).exists():
         enter_stage(heart, "samples", "completions of held-out prompts before the first step")
-        write_samples(run_dir, trainer.model, tokenizer, prompts, 0, run.cogumi.stop)
+        write_samples(run_dir, trainer.model, tokenizer, prompts, 0, sample_options(run, trainer))
     enter_stage(heart, "train")
     fitted = fit(run, trainer, tokenizer, examples, heart, ranks)
     model = trainer.model
@@ -351,10 +361,9 @@ def train_and_save(
     if prompts is not None and (ended is None or ended.state == SANITY_CHECKED):
         enter_stage(heart, "samples", "completions of held-out prompts after the last step")
         step = trainer.state.global_step
-        fitted.checks.extend(
-            attempt("samples", write_samples, run_dir, model, tokenizer, prompts, step, run.cogumi.stop)
-        )
-        fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))
+        arguments = run_dir, model, tokenizer, prompts, step, sample_options(run, trainer)
+        fitted.checks.extend(attempt("samples", write_samples, *arguments))
+    fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))  # with the last held-out loss and samples
     live = None
     if adapter is not None and run.cogumi.merge and ended is None:
         enter_stage(heart, "merge", f"merging into {base.name}, and comparing the result with the trained model")
