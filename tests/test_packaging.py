@@ -93,7 +93,7 @@ def test_the_wheel_holds_the_package_and_its_data(installed: Path) -> None:
     names = {path.relative_to(installed).parts[0] for path in installed.iterdir()}
     assert {name for name in names if not name.endswith(".dist-info")} == {"cogumi", "sitecustomize.py"}
     data = ["configs/smoke/sft.yaml", "py.typed", "models/small-base/model.safetensors"]
-    for name in (*data, "stack/lanes.json", "diagnostics/signatures.toml"):
+    for name in (*data, "stack/lanes.json", "core/signatures.toml"):
         assert (installed / "cogumi" / name).is_file(), name
     for path in list_templates().values():
         assert (installed / path.relative_to(REPOSITORY)).is_file(), path

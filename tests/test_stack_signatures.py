@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cogumi.diagnostics import signatures as module
-from cogumi.diagnostics.signatures import explain, explain_text, signatures
+from cogumi.core import signatures as module
+from cogumi.core.signatures import explain, explain_text, signatures
 
 HERE = Path(__file__).parent
 FIXTURES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((HERE / "signatures").glob("*.txt"))}
@@ -98,7 +98,7 @@ def test_every_setting_that_a_fix_names_is_one() -> None:
 
 def test_importing_and_explaining_loads_no_torch() -> None:
     code = (
-        "import sys; from cogumi.diagnostics.signatures import explain_text; print(explain_text('CUDA error: out of memory')); "
+        "import sys; from cogumi.core.signatures import explain_text; print(explain_text('CUDA error: out of memory')); "
         "print([name for name in ('torch', 'numpy', 'transformers', 'pydantic') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -590,7 +590,7 @@ def test_the_memory_of_a_gpu_is_not_asked_of_the_cuda_runtime(
     answers = {"is_available": True, "get_device_name": "H100", "memory_reserved": 5, "device_memory_used": 7}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=9, uuid="x"))
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: pytest.fail("cudaMemGetInfo"))
     used, utilization_percent = (7, 97) if has_nvml else (5, None)

@@ -10,8 +10,9 @@ from cogumi.checkpoints.protection import refuse_other_sharding
 from cogumi.checkpoints.verify import SHARDED_WEIGHTS
 from cogumi.config.schema import CogumiSection, DataSection, ModelSection, RunConfig, read_config
 from cogumi.core.errors import RefusedAtSetup, UsageError
+from cogumi.core.signatures import exit_status
 from cogumi.methods.step_split import describe_split, refuse_unshared, split_step
-from cogumi.runs.rank import dump_outcome, exit_status
+from cogumi.runs.rank import dump_outcome
 from cogumi.stack.gpus import refuse_ranks
 from cogumi.training.loop import even_batch
 from cogumi.training.parallel import ACCELERATE, read_accelerate

@@ -294,7 +294,7 @@ def doctor(
 ) -> None:
     """Check this machine and environment: problems with cause and fix. Exit status 1 if there are any."""
     if explain is not None:
-        from cogumi.diagnostics.signatures import explain_text
+        from cogumi.core.signatures import explain_text
 
         explanation = explain_text(read_text(explain))
         print_report(explanation, as_json)

@@ -14,6 +14,7 @@ from cogumi.config.source import parse_overrides
 from cogumi.core.errors import UsageError
 from cogumi.core.output import failures_in_one_line, print_json, print_report, print_text, show_waiting
 from cogumi.core.run_directory import PAUSED
+from cogumi.core.signatures import EXIT_RETRY
 from cogumi.runs import handle, launch
 from cogumi.telemetry.status import (
     Status,
@@ -180,7 +181,7 @@ def chat(
 
 
 def wait(run_dir: RunDir) -> None:
-    """Wait until a run has ended. Exit status 0 if it came to its end and every check passed, else 1."""
+    """Wait until a run has ended. Exit status 0 if it came to its end and every check passed, 75: try again, else 1."""
     run = handle.attach(run_dir)
     with leaving_on_interrupt(run_dir, exit_status=1):
         final = run.wait()
@@ -220,10 +221,10 @@ def unpause(run_dir: RunDir) -> None:
 
 
 def say_end(status: Status) -> None:
-    """Say how a run ended; exit status 1 if not well."""
+    """Say how a run ended; exit status 1 if not well, 75 if another try may succeed."""
     print_text(format_sentence(status))
     if not status.passed:
-        raise typer.Exit(1)
+        raise typer.Exit(EXIT_RETRY if status.retriable else 1)
 
 
 @contextmanager

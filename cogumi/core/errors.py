@@ -57,7 +57,11 @@ class DiskFull(UsageError):
 
 
 class RunFailed(Exception):
-    """A run in another process ended before it began to train, or one of its processes died."""
+    """A run in another process ended before it began to train, or one of its processes died. retriable: try again."""
+
+    def __init__(self, text: str, retriable: bool = False) -> None:
+        super().__init__(text)
+        self.retriable = retriable
 
 
 class MergeError(Exception):

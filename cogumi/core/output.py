@@ -17,6 +17,7 @@ import typer
 from cogumi.core.errors import MergeError, RunFailed, UsageError
 from cogumi.core.formatting import CONTROLS, escape_controls
 from cogumi.core.redact import VisibleFormatter
+from cogumi.core.signatures import exit_status
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +57,13 @@ def print_report(report: Any, as_json: bool) -> None:
 
 @contextmanager
 def failures_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
-    """Report a failure as one line and exit status 1. kinds: exception types; default: MergeError, OSError, RunFailed."""
+    """Report a failure as one line and its exit status. kinds: exception types; default: MergeError, OSError, RunFailed."""
     reported = kinds or (MergeError, OSError, RunFailed)
     try:
         yield
     except reported as error:
         print_text(f"cogumi: {error}", to_error=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(exit_status(error)) from error
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ..
 
 
 def run_command(app: typer.Typer) -> None:
-    """Run a Typer app; a mistake of the user is one line on standard error and exit status 2, Ctrl-C is 130."""
+    """Run a Typer app; a mistake of the user is one line and exit status 2, Ctrl-C is 130, what to try again is 75."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(VisibleFormatter("%(message)s"))
     handler.setLevel(logging.INFO)
@@ -100,15 +101,15 @@ def run_command(app: typer.Typer) -> None:
         app()
     except UsageError as error:
         print_text(f"cogumi: {with_options(str(error), sys.argv[1:])}", to_error=True)
-        sys.exit(2)
+        sys.exit(exit_status(error))
+    except Exception as error:  # noqa: BLE001 (whatever a command raises)
+        print_text("".join(traceback.format_exception(error)), end="", to_error=True)
+        sys.exit(exit_status(error))
     except SystemExit as stop:
         if stop.code in STOP_CODES:
             with survive_closed_terminal():
                 print_text(f"cogumi: interrupted{after_interrupt(sys.argv[1:])}", to_error=True)
         raise
-    finally:
-        # Typer has put its own there.
-        sys.excepthook = lambda *raised: print_text("".join(traceback.format_exception(*raised)), end="", to_error=True)
 
 
 def with_options(message: str, words: list[str]) -> str:

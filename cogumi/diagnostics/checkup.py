@@ -205,7 +205,7 @@ def describe_failure(title: str, step: Step, state: State) -> Finding:
 
 
 def with_explanation(plain: Finding, text: str, state: State | None = None) -> Finding:
-    from cogumi.diagnostics.signatures import explain
+    from cogumi.core.signatures import explain
 
     known = explain(text)
     if not known:

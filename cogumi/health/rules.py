@@ -37,6 +37,7 @@ SMALL_UPDATE = 0.1  #                      of the spacing of bfloat16 weights: t
 OVERFLOWING_RATE = 0.1  #                  learning rate; Adam moves a weight by it, and weights are hundredths
 WAIT_ROWS = 20
 WAIT_SHARES = 0.2, 0.5  #                  yellow, red: of the time
+SLOWED_SHARE, OTHERS_GB = 0.2, 1.0  #       of the looks at a GPU; GB that are not this run's           none
 UNTRAINED_SHARE = 0.05  #                  of log(vocabulary): distance within which a first loss is that of guessing
 MASKED_SHARE = 0.1  #                      red: of the examples
 PAIR_T = 2.0  #                            Student's t: own and other prompts differ beyond noise
@@ -227,6 +228,22 @@ def waiting_for_data(run: RunHistory) -> Flag | None:
     evidence = f"{part:.0%} of the time of steps {rows[0]['step']} to {rows[-1]['step']}"
     why = "the loader is slower than the model", "train.dataloader_num_workers"
     return Flag("waiting for data", level_above(part, *WAIT_SHARES), evidence, *why)
+
+
+def gpu(run: RunHistory) -> Flag | None:
+    """Look for clocks that heat or power hold down, uncorrected memory errors, and memory of other processes."""
+    rows = run.rows[-WAIT_ROWS:]
+    keys = "slowed", "temperature", "ecc_errors", "others_gb"
+    slowed, heat, errors, others = (run.series(f"perf/gpu_{key}", rows)[1] for key in keys)
+    if not slowed:
+        return None
+    part, ecc = statistics.fmean(slowed), sum(errors[-1:])
+    troubles = [f"heat or power held its clocks down {part:.0%} of the time"] if part > SLOWED_SHARE else []
+    troubles += [f"{ecc:.0f} uncorrected ECC errors"] if ecc else []
+    troubles += [f"other processes hold {size:.1f} GB of its memory" for size in others[-1:] if size > OTHERS_GB]
+    evidence = f"up to {max(heat, default=0):.0f} °C in steps {rows[0]['step']} to {rows[-1]['step']}"
+    why = (" and ".join(troubles), "the machine") if troubles else ("", "")
+    return Flag("GPU", "yellow" if troubles else "green", evidence, *why)
 
 
 # ---------------------------------------------------------------------------------------------------------------- sft, dpo
@@ -596,7 +613,7 @@ def sampler_difference(run: RunHistory) -> Flag | None:
 
 
 COMMON: tuple[Rule, ...] = (
-    finite_numbers, learning_rate, gradient_norm, adapter_moves, update_size, held_out_completions, waiting_for_data,
+    finite_numbers, learning_rate, gradient_norm, adapter_moves, update_size, held_out_completions, waiting_for_data, gpu,
 )  # fmt: skip
 RULES: dict[str, tuple[Rule, ...]] = {
     "sft": (

@@ -29,7 +29,7 @@ from cogumi.rl.watch import RECORD
 
 log = logging.getLogger("cogumi")
 RAISED = "it raised "  # how the evidence of a flag begins that is a failed check
-COSTS_TIME = {"waiting for data", "clip fraction", "gradient clipping"}  # flags that say nothing of what is learned
+COSTS_TIME = {"GPU", "waiting for data", "clip fraction", "gradient clipping"}  # they say nothing of what is learned
 
 
 class Scale(StrEnum):

@@ -124,7 +124,7 @@ def fetch(download: Download, report: Callable[[int, int], None] = lambda done, 
         message = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)[:300]})"
         message += f"; {format_bytes(download.to_fetch)} of {format_bytes(download.total)} are missing"
         fix = "start again with the same words: whole files stay"
-        raise UsageError(message, key=KEYS[download.kind], fix=fix) from None
+        raise UsageError(message, key=KEYS[download.kind], fix=fix) from error
     return download.snapshot
 
 

@@ -32,6 +32,7 @@ from cogumi.telemetry.status import (
     checks,
     count_checks,
     failed_checks,
+    format_cause,
     format_headline,
     format_machine,
     format_metrics,
@@ -228,7 +229,8 @@ def render_head(look: RunSnapshot) -> str:
         share = min(1.0, status.step / status.steps)
         label = f"step {status.step} of {status.steps}"
         lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{label}">{share:.0%}</progress>')
-    texts = (" ".join((status.reason or "").split()), format_metrics(status), format_machine(status.heartbeat))
+    reason = " ".join((status.reason or "").split())
+    texts = (reason, format_cause(status), format_metrics(status), format_machine(status.heartbeat))
     lines += [html.escape_text(text.replace("  ", " · ")) for text in texts if text]
     return "<br>".join(lines)
 
@@ -314,7 +316,8 @@ def render_report(look: RunSnapshot) -> str:
             body += f'<section><h2 id="{anchor}">{title}</h2>\n{content}</section>\n'
     name = html.escape_text(run.absolute().name)
     state, word = headline(status)
-    reason = f'<p class="reason">{html.escape_text(status.reason)}</p>' if status.reason else ""
+    texts = filter(None, (status.reason, format_cause(status)))
+    reason = "".join(f'<p class="reason">{html.escape_text(text)}</p>' for text in texts)
     if not status.ended:
         reason = f'<p class="reason">It is still at work: this is how far it was, {format_time(time.time())}.</p>'
     sheets = html.style() + files("cogumi.notebook").joinpath("report.css").read_text(encoding="utf-8")

@@ -23,6 +23,7 @@ from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import last_line
 from cogumi.core.notices import show_seconds
 from cogumi.core.run_directory import CONSOLE, START, same_process
+from cogumi.core.signatures import EXIT_RETRY, known_cause
 from cogumi.runs.entry import validate_config
 from cogumi.runs.handle import POLL_SECONDS, Run, show_log
 from cogumi.stack.gpus import without_chosen_gpu
@@ -55,7 +56,9 @@ def start(config: Config, **overrides: Any) -> Run:
                 time.sleep(POLL_SECONDS)
             if not message:
                 output.seek(0)
-                raise RunFailed(f"the process ended before it had a run: {last_line(output.read().decode())}")
+                text = output.read().decode()
+                cause = "; known cause: {cause} Fix: {fix}".format(**known) if (known := known_cause(text)) else ""
+                raise RunFailed(f"the process ended before it had a run: {last_line(text)}{cause}")
             if "already" in message:
                 log.info("%s", message["already"])
                 return run
@@ -92,7 +95,8 @@ def launch(run_dir: Path, job: bytes, pipe: int, output: Any) -> int:
 def poll_startup_message(pipe: BinaryIO, run_dir: Path) -> dict[str, str] | None:
     """Return the trainer's next message; {} once its processes have ended, None if there is none yet.
 
-    Raises UsageError for a refusal. If the run never started, its directory is removed after reading that.
+    Raises UsageError for a refusal, RunFailed for one that another try may not meet. If the run never started, its directory
+    is removed after reading that.
     """
     if not select.select([pipe], [], [], 0)[0]:
         return None
@@ -105,6 +109,8 @@ def poll_startup_message(pipe: BinaryIO, run_dir: Path) -> dict[str, str] | None
                 (run_dir / name).unlink(missing_ok=True)
             with suppress(OSError):  # something else is there
                 run_dir.rmdir()
+        if message.get("status") == str(EXIT_RETRY):
+            raise RunFailed(message["refused"], retriable=True)
         raise UsageError(message["refused"])
     return message
 
@@ -122,4 +128,5 @@ def await_first_step(run: Run, pipe: BinaryIO) -> None:
     recorded = read_json_or_empty(run.run_dir / "status.json")  # by the process before, if this one wrote none
     failed_early = started.get("exit") in range(1, 128) and not same_process(started, recorded)
     if status.state in ("died", "failed") or failed_early:
-        raise RunFailed(f"{format_sentence(status)}; {relative_path(status.log)} ends in: {last_line(run.logs(5))}")
+        ending = f"{relative_path(status.log)} ends in: {last_line(run.logs(5))}"
+        raise RunFailed(f"{format_sentence(status)}; {ending}", bool(status.retriable))

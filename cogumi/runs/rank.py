@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.core.errors import UsageError
+from cogumi.core.signatures import EXIT_RETRY, exit_status
 from cogumi.runs.entry import train_run
 
 log = logging.getLogger("cogumi")
@@ -31,7 +32,7 @@ def main() -> None:
         if not leads and not isinstance(raised, UsageError):
             raise
         error, status = raised, exit_status(raised)
-        if status == 1:  # the process that started this one raises it, and has no frames of this one
+        if status in (1, EXIT_RETRY):  # the process that started this one raises it, and has no frames of this one
             error.add_note(traceback.format_exc())
     if leads:
         Path(sys.argv[1]).write_bytes(dump_outcome(result, error))
@@ -44,14 +45,6 @@ def end_with_parent(pipe: int) -> None:
         pass
     log.error("the command that started this process is gone: it saves a checkpoint and ends")
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def exit_status(error: BaseException) -> int:
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    if isinstance(error, UsageError):
-        return 2
-    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def dump_outcome(result: Any, error: BaseException | None) -> bytes:

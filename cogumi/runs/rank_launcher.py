@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.formatting import last_line
 from cogumi.core.run_directory import this_process, write_json
+from cogumi.core.signatures import EXIT_RETRY, known_death
 from cogumi.core.worker import kill_with_children
 from cogumi.stack.gpus import without_chosen_gpu
+from cogumi.stack.host import count_oom_kills
 
 if TYPE_CHECKING:
     from cogumi.config.schema import RunConfig
@@ -51,7 +53,7 @@ def train_in_processes(run: "RunConfig", count: int) -> "RunResult":
 
     Raises RunFailed, with the number of the process, where one died.
     """
-    job = pickle.dumps(run)
+    job, oom_kills = pickle.dumps(run), count_oom_kills()
     with TemporaryDirectory(prefix="cogumi-ranks-") as directory:
         place, ranks = Path(directory), list[Rank]()
         try:
@@ -70,7 +72,9 @@ def train_in_processes(run: "RunConfig", count: int) -> "RunResult":
         # A process that a library's thread aborts at its exit takes nothing from the result; the first process may only
         # have met the end of another one.
         if result is None and first is not None and not isinstance(error, UsageError) and (first > 0 or error is None):
-            raise RunFailed(describe_failed_rank(ranks, first, place, run.run_dir))
+            raise describe_failed_rank(ranks, first, place, run.run_dir, count_oom_kills() - oom_kills)
+        if error is not None and ranks[0].returncode == EXIT_RETRY:  # its own cause does not survive pickling
+            raise error from RunFailed(f"process 0 ended with exit status {EXIT_RETRY}", retriable=True)
         if error is not None:
             raise error
     if result is None:  # asked to end before it began
@@ -160,16 +164,19 @@ def describe_death(code: int, output: Path) -> str:
     return f"ended with status {code}: {last_line(output.read_text(encoding='utf-8', errors='replace'))}"
 
 
-def describe_failed_rank(ranks: list[Rank], rank: int, place: Path, run_dir: Path) -> str:
+def describe_failed_rank(ranks: list[Rank], rank: int, place: Path, run_dir: Path, oom_kills: int) -> RunFailed:
     """Describe which process died and why; record it in the run's status, and keep its output in the run directory."""
     output, status = place / f"rank-{rank}.log", run_dir / "status.json"
+    text = output.read_text(encoding="utf-8", errors="replace")
+    known = {"retriable": False, **known_death(ranks[rank].returncode, oom_kills, text)}
     died = f"process {rank} of {len(ranks)} {describe_death(ranks[rank].returncode, output)}"
     if status.exists():
         if rank > 0:  # rank 0 shares the launcher's output
             copy = run_dir / output.name
             shutil.copyfile(output, copy)
             died += f"; its output is {copy}"
-        write_json(status, {"state": "failed", "time": time.time(), **this_process(), "reason": died})
+        write_json(status, {"state": "failed", "time": time.time(), **this_process(), "reason": died, **known})
     saved = any(run_dir.glob("checkpoints/checkpoint-*"))
     then = "The same command resumes from the last good checkpoint" if saved else "Nothing was saved yet"
-    return f"{died}; the others were ended. {then}"
+    died += "; known cause: {cause} Fix: {fix}".format(**known) if "cause" in known else ""
+    return RunFailed(f"{died}; the others were ended. {then}", known["retriable"])

@@ -31,16 +31,20 @@ from cogumi.core.run_directory import (
     is_empty,
     is_running,
     refuse_occupied,
+    same_process,
     this_process,
     unwritable_error,
     write_json,
 )
-from cogumi.telemetry.status import read_json_or_empty, status_of
+from cogumi.core.signatures import exit_status, known_death
+from cogumi.stack.host import count_oom_kills
+from cogumi.telemetry.status import AT_WORK, read_json_or_empty, status_of, tail_lines
 
 if TYPE_CHECKING:
     from cogumi.config.schema import RunConfig
 
 log = logging.getLogger("cogumi")
+LAST_WORDS = 50  # lines of the console in which a cause is looked for
 ORPHAN_SECONDS = 15.0  # that the workers of a killed process may take to notice
 
 
@@ -64,17 +68,24 @@ def main() -> None:
 
 
 def supervise(trainer: int, run_dir: Path) -> None:
-    """Wait until the trainer has ended, and add its exit status (a signal is negative) to the record of its start."""
+    """Wait until the trainer has ended; record its exit status (a signal is negative), and the cause if it recorded none."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # what is meant for the trainer is not to end the one who tells of it
+    oom_kills = count_oom_kills()
     code = os.waitstatus_to_exitcode(os.waitpid(trainer, 0)[1])
-    started = read_json_or_empty(run_dir / START)
+    started, status = (read_json_or_empty(run_dir / name) for name in (START, "status.json"))
     if started.get("pid") == trainer:
-        write_json(run_dir / START, {**started, "exit": code})
+        output = "\n".join(tail_lines(run_dir / CONSOLE)[-LAST_WORDS:]).rpartition(f"process {trainer} of ")[2]
+        recorded = same_process(started, status)
+        is_death = (code == 1 or code < 0) and not (recorded and status["state"] not in AT_WORK)
+        known = known_death(code, count_oom_kills() - oom_kills, output) if is_death else {}
+        if recorded and is_death:
+            write_json(run_dir / "status.json", {**status, **known})
+        write_json(run_dir / START, {**started, **known, "exit": code})  # last, as it is waited for
 
 
 def run_training(pipe: int, run_dir: Path, run: "RunConfig") -> int:
-    """Check, report to the process that started this, and train. Returns the exit status: 0, 1 checks failed, 2 refused."""
+    """Check, report to the process that started this, and train. Returns 0, or the exit status of a failure."""
 
     def send_startup_message(**fields: str) -> None:
         with suppress(BrokenPipeError):  # that process is gone, or waits no longer
@@ -97,13 +108,13 @@ def run_training(pipe: int, run_dir: Path, run: "RunConfig") -> int:
                 return 0 if train_run(run).passed else 1
             except UsageError as error:
                 log.error("refused: %s", error)
-                send_startup_message(refused=str(error))
+                send_startup_message(refused=str(error), status=str(exit_status(error)))
                 run_dir.mkdir(exist_ok=True)  # a refusal by a library has taken it away
                 write_json(run_dir / START, {**record, "refused": str(error)})
-                return 2
+                return exit_status(error)
     except UsageError as error:
-        send_startup_message(refused=str(error))
-        return 2
+        send_startup_message(refused=str(error), status=str(exit_status(error)))
+        return exit_status(error)
 
 
 def describe_existing(run: "RunConfig") -> str:

@@ -108,6 +108,17 @@ def check_driver_version(version: str, torch_cuda: str | None) -> Finding:
     return Finding("driver", "fatal", version, cause, fix)
 
 
+def count_oom_kills(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processes of this cgroup the kernel has killed for lack of memory; 0 where it does not count."""
+    paths = dict(line.split(":", 2)[1:] for line in groups.read_text().splitlines()) if groups.exists() else {}
+    roots = {"memory.events": (mount, ""), "memory.oom_control": (mount / "memory", "memory")}  # of cgroup 2 and 1
+    for name, (root, kind) in roots.items():
+        for file in (root / paths.get(kind, "").lstrip("/") / name, root / name):  # a container's group may be the root
+            if file.exists():
+                return int(dict(map(str.split, file.read_text().splitlines())).get("oom_kill", 0))
+    return 0
+
+
 # ------------------------------------------------------------------------------------------------------------- the disks
 
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ import torch
 from cogumi.core.errors import RefusedAtSetup
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import FORECAST, read_jsonl, read_section, write_json
+from cogumi.stack.gpu_health import GpuHealth, read_gpu_health
 from cogumi.telemetry.throughput import HEARTBEAT, Meter, Throughput, TokenCounts
 
 log = logging.getLogger("cogumi")
@@ -50,6 +52,7 @@ class Heartbeat:
         self.throughput: Throughput | None = None
         self.stalled: Callable[[], str] = str  # describes a mirror that falls behind; "" if none does
         self.failing = False
+        self.looks: deque[GpuHealth] = deque(maxlen=600)  # since the last logged row
         self.over = threading.Event()
         self.has_nvml = torch.cuda.is_available()
         try:
@@ -113,8 +116,24 @@ class Heartbeat:
         # Not cudaMemGetInfo: a call of the CUDA runtime breaks a graph that the main thread may be capturing.
         used = torch.cuda.device_memory_used() if self.has_nvml else torch.cuda.memory_reserved()
         utilization = torch.cuda.utilization() if self.has_nvml else None
-        name, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
-        return {"name": name, "used": used, "total": total, "utilization_percent": utilization}
+        name, card = torch.cuda.get_device_name(), torch.cuda.get_device_properties()
+        known = {"name": name, "used": used, "total": card.total_memory, "utilization_percent": utilization}
+        if (health := read_gpu_health(card.uuid)) is None:
+            return known
+        self.looks.append(health)
+        return {**known, **asdict(health)}
+
+    def gpu_row(self) -> dict[str, float | None]:
+        """Return what the looks at the GPU since the last logged row show."""
+        looks = [self.looks.popleft() for _ in range(len(self.looks))]
+        if not looks:
+            return {}
+        return {
+            "perf/gpu_temperature": max((look.temperature for look in looks if look.temperature), default=None),
+            "perf/gpu_slowed": sum(bool(look.slowdowns) for look in looks) / len(looks),
+            "perf/gpu_ecc_errors": looks[-1].ecc_errors,
+            "perf/gpu_others_gb": None if looks[-1].others is None else looks[-1].others / 1e9,
+        }
 
 
 @contextmanager

@@ -36,10 +36,12 @@ from cogumi.core.run_directory import (
     write_atomic,
     write_json,
 )
+from cogumi.core.signatures import known_cause_of
 from cogumi.data.chat import transcript_of
 from cogumi.merge.stream import available_cores
 from cogumi.models.completion import complete_with_ends
 from cogumi.patches.trl_internals import logged_completions, observe_rollouts
+from cogumi.stack.gpu_health import read_gpu_health
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.status import read_json_or_empty
@@ -211,7 +213,7 @@ class Telemetry(TrainerCallback):
     def performance(self) -> dict[str, float]:
         done, progress = self.throughput.window(), self.heart.progress
         progress.tokens_per_second, progress.mfu = self.throughput.tokens_per_second(done), self.throughput.mfu(done)
-        row = {"perf/tokens_per_second": progress.tokens_per_second, "perf/mfu": progress.mfu}
+        row = {"perf/tokens_per_second": progress.tokens_per_second, "perf/mfu": progress.mfu, **self.heart.gpu_row()}
         row["perf/cost"] = self.meter.cost()
         if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run resumes
             row["num_tokens"] = int(self.throughput.total.tokens)
@@ -427,8 +429,13 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
             when = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
             state, reason = "stopped", f"asked to by {by}: {when}"
         log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
+        known = known_cause_of(error) if state == "failed" else {}
+        if "cause" in known:
+            log.error("known cause: %s Fix: %s", known["cause"], known["fix"])
+        if torch.cuda.is_initialized() and (health := read_gpu_health(torch.cuda.get_device_properties().uuid)):
+            known["gpu_memory"] = {str(pid): size for pid, size in health.processes.items()}
         try:
-            set_status(run_dir, state, reason=redact_text(reason))
+            set_status(run_dir, state, reason=redact_text(reason), **known)
         except OSError as unwritten:  # a full disk must not hide what went wrong first
             log.error("status.json could not be written: %s", unwritten)
         raise

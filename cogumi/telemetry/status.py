@@ -14,7 +14,7 @@ from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.verify import list_checkpoints
 from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import escape_controls, flag_sentence, format_duration
+from cogumi.core.formatting import escape_controls, flag_sentence, format_duration, format_memory
 from cogumi.core.run_directory import (
     CONSOLE,
     START,
@@ -42,7 +42,8 @@ MAX_HINTED_RUNS = 3
 class Status:
     """A run as it was at one look. Times are seconds since 1970; None is what the run does not tell (yet).
 
-    state: as in status.json, or died (the process disappeared), or refused (at its start; there is no run). alive: None if
+    state: as in status.json, or died (the process disappeared), or refused (at its start; there is no run). cause, fix: of a
+    known failure that ended it. retriable: another try may succeed. gpu_memory: bytes by PID, when it failed. alive: None if
     this machine cannot tell. began: when the process did. last_sign: when the run last wrote its status or heartbeat.
     latest, latest_steps: the last value of each metric, and its step. log: the file with the run's messages.
     """
@@ -54,6 +55,10 @@ class Status:
     steps: int | None
     eta_seconds: float | None
     reason: str | None
+    cause: str | None
+    fix: str | None
+    retriable: bool | None
+    gpu_memory: dict[str, int] | None
     alive: bool | None
     pid: int | None
     host: str | None
@@ -123,6 +128,7 @@ def status_of(run_dir: Path) -> Status:
         steps=beat.get("steps"),
         eta_seconds=beat.get("eta_seconds") if state in AT_WORK else None,
         reason=reason,
+        **{key: newest.get(key) for key in ("cause", "fix", "retriable", "gpu_memory")},
         alive=alive,
         **{key: newest.get(key) for key in ("pid", "host", "began")},
         last_sign=last_sign,
@@ -262,10 +268,19 @@ def format_sentence(status: Status) -> str:
         f"flags: {counted}" if status.ended and counted else "",
         *map(format_missed_check, missed),
         " ".join((status.reason or "").split()),
+        format_cause(status),
         describe_resume(status),
         f"the merged model is {relative_path(str(merged))}" if status.ended and merged.is_dir() else "",
     ]
     return escape_controls("; ".join(filter(None, parts)))
+
+
+def format_cause(status: Status) -> str:
+    """Return cause and fix of a known failure, and whether to try again; "" for another run."""
+    known = f"known cause: {status.cause} Fix: {status.fix}" if status.cause else ""
+    held = ", ".join(f"{format_memory(size)} by process {pid}" for pid, size in (status.gpu_memory or {}).items())
+    again = "another try may succeed" if status.retriable else ""
+    return "; ".join(filter(None, (known.rstrip("."), held and f"GPU memory then: {held}", again)))
 
 
 def describe_resume(status: Status) -> str:
@@ -284,6 +299,7 @@ def format_screen(status: Status) -> str:
     lines = [
         format_headline(status),
         " ".join((status.reason or "").split()),
+        format_cause(status),
         f"last sign of life {format_duration(time.time() - (status.last_sign or 0))} ago" if signed else "",
         format_metrics(status),
         format_machine(heartbeat),
@@ -325,6 +341,7 @@ def format_machine(heartbeat: dict[str, Any]) -> str:
         "${:.2f} so far": heartbeat.get("cost_so_far"),
         "${:.2f} at the end": heartbeat.get("cost_at_end"),
         "GPU {:.0f} %": gpu.get("utilization_percent"),
+        "{:.0f} °C": gpu.get("temperature"),
         "GPU memory {:.0%}": gpu and gpu["used"] / gpu["total"],
         "memory {:.0%}": memory and memory["used"] / memory["total"],
         "{:.0f} GB of disk free": disk and disk["free"] / 1e9,

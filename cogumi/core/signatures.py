@@ -2,11 +2,13 @@
 
 import functools
 import re
+import signal
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cogumi.core.errors import UsageError
 from cogumi.core.redact import redact_text
 
 # Terminal colours, also as escaped in a notebook file, and terminal links.
@@ -19,6 +21,12 @@ GAP = rf"(?:[\s│|>]|\[rank\d{{1,4}}\]:|\(\w{{1,40}} pid=\d{{1,9}}\)|{TIME}){{1
 # `309 raise AssertionError("Torch not compiled with CUDA enabled")` may be context of another failure.
 SOURCE_LINE = re.compile(r"[ \t│|]{0,40}(?:-{1,5}>|❱)?[ \t]{0,20}\d{1,6}[ \t]{1,20}(?:│|[^\d])")
 MAX_LINE_CHARS = 240
+EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h: another try of the same command may succeed
+TRANSIENT = {"gpu-broken", "gpu-lost", "hub-unreachable", "killed", "nccl-system-error", "nccl-timeout"}  # these too
+NETWORK_ERROR = re.compile(
+    r"(httpx|requests\.exceptions|aiohttp\.client_exceptions|botocore\.exceptions|torch\.distributed)\."
+    r"((Network|Connection|ClientConnection|HTTPClient|RemoteProtocol|DistNetwork)Error|Timeout(Exception)?)"
+)
 NEXT_STEP = (
     "  next: `cogumi doctor` checks this environment; a CUDA error: once more with CUDA_LAUNCH_BLOCKING=1, "
     "which shows where it is"
@@ -110,6 +118,46 @@ def explain_text(text: str) -> Explanation:
     """Return the result of `explain` for printing, or the last line if nothing is known."""
     last = COLOURS.sub("", text[-10_000:]).rstrip().replace("\r", "\n").rsplit("\n", 1)[-1]
     return Explanation(explain(text), redact_text(_one_line(last)[:MAX_LINE_CHARS]))
+
+
+def known_cause(text: str) -> dict[str, Any]:
+    """Return `cause`, `fix` and `retriable` of what ended a process, from its output; {} if that is no known failure."""
+    fatal = {signature.name for signature in signatures() if signature.fatal}
+    found = next((found for found in explain(text) if found.name in fatal), None)
+    if found is None:
+        return {}
+    return {"cause": f"{found.name}: {found.cause}", "fix": found.fix, "retriable": found.name in TRANSIENT}
+
+
+def known_death(code: int, oom_kills: int, output: str) -> dict[str, Any]:
+    """Return the same from an exit status, and the kernel's count of out-of-memory kills in the meantime."""
+    if code != -signal.SIGKILL:  # its victim prints nothing, so a failure in the output did not end it
+        return known_cause(output)
+    cause = f"killed: the kernel counted {oom_kills} kills for lack of memory meanwhile, of which this was likely one."
+    fix = next(signature.fix for signature in signatures() if signature.name == "killed")
+    return {"retriable": True} | ({"cause": cause, "fix": fix} if oom_kills > 0 else {})
+
+
+def known_cause_of(error: BaseException) -> dict[str, Any]:
+    """Return the same of an error, always with `retriable`, from its message and those of its explicit causes alone."""
+    chain = [error]  # without `__context__`: what was merely being handled need not have caused it
+    while chain[0].__cause__ is not None:
+        chain.insert(0, chain[0].__cause__)
+    text = "".join(f"{type(link).__name__}: {link}\n" for link in chain)
+    known = {} if isinstance(error, UsageError) else known_cause(text)  # which names its cause and fix itself
+    kinds = [f"{kind.__module__}.{kind.__qualname__}" for link in chain for kind in type(link).__mro__]
+    statuses = [getattr(getattr(link, "response", None), "status_code", 0) for link in chain]
+    again = known.get("retriable", False) or any(getattr(link, "retriable", False) for link in chain)
+    again |= any(map(NETWORK_ERROR.fullmatch, kinds)) or any(status == 429 or status >= 500 for status in statuses)
+    return {**known, "retriable": again}
+
+
+def exit_status(error: BaseException) -> int:
+    """Return the exit status of a process that an error ends: 75 if another try may succeed, 2 for wrong use, else 1."""
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        code = getattr(error, "code", 128 + signal.SIGINT)
+        return code if isinstance(code, int) else 1
+    return EXIT_RETRY if known_cause_of(error)["retriable"] else 2 if isinstance(error, UsageError) else 1
 
 
 def _first_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
