@@ -60,6 +60,7 @@ class Saver:
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
         self.findings: dict[Path, CheckpointState] = {}
+        self.write_seconds: list[float] = []  # of each save, for which the training waits
         self.pending: tuple[Path, Path, Future[CheckpointState]] | None = None
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
 
@@ -146,6 +147,7 @@ class Saver:
     def write(self, model: Any, trial: Any, final: Path) -> bool:
         """Stage a checkpoint and start its commit; False if the disk is full, and then nothing of it is left."""
         staging, best = final.parent / STAGING_NAME, self.trainer.state.best_model_checkpoint
+        began = time.monotonic()
         try:
             if final.exists():
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
@@ -177,6 +179,7 @@ class Saver:
             self.settle()
         if self.trainer.args.push_to_hub and final in self.committed:
             getattr(self.trainer, internals.PUSH_CHECKPOINT)(str(final))
+        self.write_seconds.append(time.monotonic() - began)
         return True
 
     def write_with_others(self, write: Callable[[], None]) -> None:

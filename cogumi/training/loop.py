@@ -11,6 +11,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from cogumi.core.run_directory import (
     PAUSED,
     SAMPLES_FILE,
     read_jsonl,
+    read_section,
     write_section,
 )
 from cogumi.disk.callback import DiskMonitorCallback
@@ -50,6 +52,10 @@ log = logging.getLogger("cogumi")
 MAX_EVALUATIONS = 10  # between the first and the last step
 MAX_EVALUATION_TIME_SHARE = 0.02  # of the training's computing
 FLOPS_MULTIPLIER = 3  # of a training step: forward, and backward at twice its cost
+SAVES = "saves"  # of decisions.json: the interval of saves by time
+MAX_SAVE_SHARE = 0.02  # of the time, which is held before MAX_LOST_SECONDS
+MAX_LOST_SECONDS, MIN_SAVE_SECONDS, SAVES_PER_RUN = 600.0, 60.0, 20
+SAVED_BYTES_PER_SECOND = 1e9  # until a save was measured
 LOOK_SECONDS = 1.0  # between two looks at the directory, which may be on a slow disk
 PAUSE_SECONDS = 0.5
 
@@ -159,6 +165,60 @@ class ControlCallback(TrainerCallback):
             recorder.set_status(directory, "running", stage="train")
 
 
+class SaveTimer(TrainerCallback):
+    """Save by the clock, where the configuration does not say when: rank 0 decides, and `Agreement` tells the others.
+
+    A run has about twenty saves, a minute to ten minutes apart, or further where they would cost more than 2 % of the time.
+    """
+
+    def __init__(self, trainer: Any, telemetry: recorder.Telemetry) -> None:
+        self.saver, self.telemetry = trainer.cogumi_protection.saver, telemetry
+        self.path, self.logged = telemetry.run_dir / DECISIONS, 0.0
+        kept = read_section(self.path, SAVES)  # of the earlier parts of this run
+        self.interval, self.cost = kept.get("interval_seconds", 0.0), kept.get("save_seconds")
+
+    def clock(self) -> float:
+        return time.monotonic() - self.telemetry.meter.seconds().get(PAUSED_STAGE, 0.0)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        state.save_steps = 0  # TRL's default, which is a number of steps, saves nothing
+        self.last = self.clock()
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.last = self.clock()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        step, eta = state.global_step, self.telemetry.eta
+        next_step, left = eta(step, step + 1), eta(step, state.max_steps)
+        if next_step is None or left is None or step >= state.max_steps or not self.telemetry.ranks.leads:
+            return
+        total = left * state.max_steps / (state.max_steps - step)
+        self.interval = self.interval or min(MAX_LOST_SECONDS, max(MIN_SAVE_SECONDS, total / SAVES_PER_RUN))
+        if self.saver.write_seconds:
+            self.cost = fmean(self.saver.write_seconds)
+        elif self.cost is None:
+            self.cost = read_section(self.path.with_name(FORECAST), "disks")["checkpoint"] / SAVED_BYTES_PER_SECOND
+        cheapest = self.cost / MAX_SAVE_SHARE
+        if not 0.8 < max(self.interval, cheapest, next_step) / (self.logged or math.inf) < 1.25:
+            self.record(max(self.interval, cheapest, next_step), next_step, left)
+        elapsed = self.clock() - self.last
+        # The next step's end may be too late. A commit under way would have to be waited for.
+        if elapsed >= cheapest and elapsed + next_step > self.interval and self.saver.pending is None:
+            control.should_save = True
+
+    def record(self, seconds: float, step_seconds: float, left: float) -> None:
+        """Log the interval and keep it for a resumed run."""
+        self.logged, share = seconds, self.cost / seconds
+        saves = {"interval_seconds": self.interval, "save_seconds": self.cost, "lost_seconds_at_most": seconds}
+        self.telemetry.write_unless_full(lambda: write_section(self.path, SAVES, saves))
+        limit = "; oftener would cost more than 2 %" if seconds > max(MAX_LOST_SECONDS, step_seconds) else ""
+        text = "saves by time (train.save_steps is not set): about every %s, %d steps; one takes %.2g s, %.1f %% of the time; "
+        text += "at most %s are lost%s"
+        every = format_duration(seconds)
+        values = every, max(1, round(seconds / step_seconds)), self.cost, 100 * share, every, limit
+        log.log(logging.INFO if left > seconds else logging.DEBUG, text, *values)
+
+
 def remove_request(path: Path) -> bool:
     """Remove the file; return whether there was one."""
     existed = path.exists()
@@ -239,6 +299,8 @@ def fit(
     )
     trainer.add_callback(control)
     trainer.add_callback(sentinel)
+    if run.saves_by_time:
+        trainer.add_callback(SaveTimer(trainer, telemetry))
     if ranks.count > 1:
         trainer.add_callback(Agreement(ranks))
     if not trainer.is_fsdp_enabled:
@@ -307,12 +369,14 @@ def log_disk_forecast(run: RunConfig, trainer: Any) -> None:
     is_full = run.cogumi.tuning == "full"
     forecast = forecast_trainer(
         trainer,
+        by_time=run.saves_by_time,
         keep=trainer.cogumi_protection.saver.keep,
         adapter_into=None if is_full else run.run_dir / "adapter",
         merged_into=run.run_dir / "merged" if run.cogumi.merge or is_full else None,
         merge_dtype=run.merge_dtype,
     )
-    write_section(run.run_dir / FORECAST, "disks", {"fits": forecast.fits, "lines": forecast.lines})
+    disks = {"fits": forecast.fits, "lines": forecast.lines, "checkpoint": forecast.checkpoint}
+    write_section(run.run_dir / FORECAST, "disks", disks)
     for line in forecast.lines:
         log.log(logging.INFO if forecast.fits else logging.WARNING, "disk: %s", line)
 
