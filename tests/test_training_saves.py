@@ -1,10 +1,13 @@
 """Saves by time, where a configuration has no `train.save_steps`, and the snapshots of adapters that come with them."""
 
+import errno
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,14 @@ from processes import until
 from safetensors.torch import load_file
 
 import cogumi
+from cogumi.checkpoints.manifest import step_of
+from cogumi.checkpoints.snapshots import list_snapshots, take_snapshot, thin_out
 from cogumi.checkpoints.verify import list_checkpoints
 from cogumi.config.schema import load_config
 from cogumi.core.run_directory import read_json, read_jsonl, read_section
+from cogumi.evaluation.saved_models import read_setup
 from cogumi.forecast.disk_forecast import forecast_disks
+from cogumi.merge import merge_adapter
 from cogumi.training import loop
 
 Config = dict[str, Any]
@@ -64,12 +71,13 @@ def test_a_run_without_save_steps_saves_by_time_and_learns_the_same(
         monkeypatch.setattr(loop, name, value)
     result = cogumi.train(config)
     *between, last = saved_steps(result.run_dir)
-    assert between and last == config["train"]["max_steps"], between
+    assert last == config["train"]["max_steps"]
+    assert between
     kept = read_section(result.run_dir / "decisions.json", "saves")
     assert 0 < kept["save_seconds"] / kept["lost_seconds_at_most"] <= 0.9
-    assert "saves by time (train.save_steps is not set): about every" in (result.run_dir / "run.log").read_text()
+    assert "saves by time (train.save_steps is not set): one takes" in (result.run_dir / "run.log").read_text()
     without = cogumi.train(config, train__save_strategy="no", cogumi__run_dir=str(result.run_dir.parent / "without"))
-    assert saved_steps(without.run_dir) == [] and not read_section(without.run_dir / "decisions.json", "saves")
+    assert saved_steps(without.run_dir) == []
     assert losses(without.run_dir) == losses(result.run_dir)
     assert same_adapter(without.run_dir / "adapter", result.run_dir / "adapter")
 
@@ -116,6 +124,55 @@ def test_an_explicit_interval_is_respected(silent: Config, monkeypatch: pytest.M
 def test_the_disk_forecast_does_not_count_saves_by_time(silent: Config) -> None:
     silent["train"]["save_total_limit"] = 2
     forecast = forecast_disks(load_config(silent))
-    assert (forecast.saves, forecast.held) == (None, 3) and "saves are by time" in forecast.lines[-1]
+    assert (forecast.saves, forecast.held) == (None, 3)
+    assert "saves are by time" in " ".join(forecast.lines)
     silent["train"]["save_steps"] = 40
     assert forecast_disks(load_config(silent)).saves == 1
+
+
+def test_each_save_leaves_an_adapter_that_merges_and_begins_a_run(silent: Config) -> None:
+    config = as_gspo(silent, max_steps=40, save_steps=10, save_total_limit=2)
+    result = cogumi.train(config)
+    checkpoints = result.run_dir / "checkpoints"
+    snapshots = list_snapshots(checkpoints)
+    assert list(snapshots) == cogumi.attach(result.run_dir).status().snapshots == [10, 20, 30, 40]
+    assert [step_of(path) for path in list_checkpoints(checkpoints)] == [40, 30]
+    one, other = (path / "adapter_model.safetensors" for path in (snapshots[30], checkpoints / "checkpoint-30"))
+    assert one.samefile(other)
+    assert same_adapter(snapshots[40], result.adapter)
+    assert not same_adapter(snapshots[10], result.adapter)
+    (best,) = (check for check in result.verdict.checks if check.name == "best reward")
+    assert re.fullmatch(r"step \d+: .* at the end; nearest adapter .*/adapters/step-\d+", best.figure)
+    merge_adapter(snapshots[10], result.run_dir / "merged-10")
+    assert read_setup(snapshots[10]).files.adapter == snapshots[10]
+    later = silent | {"model": {**silent["model"], "adapter": str(snapshots[10])}, "lora": {}}
+    assert cogumi.train(later, train__max_steps=2, cogumi__run_dir=str(result.run_dir.parent / "later")).passed
+
+
+def make_checkpoint(directory: Path, step: int) -> Path:
+    checkpoint = directory / f"checkpoint-{step}"
+    checkpoint.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "cogumi-manifest.json"):
+        (checkpoint / name).write_text(name)
+    return checkpoint
+
+
+def test_twenty_snapshots_stay_evenly_spread_and_none_is_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    def check_unfinished(step: int, place: Path) -> None:
+        assert sorted(os.listdir(place)) == ["adapter_config.json", "adapter_model.safetensors"]
+        assert step not in list_snapshots(tmp_path)
+
+    monkeypatch.setattr(os, "link", no_links)
+    for step in range(10, 1010, 10):
+        take_snapshot(make_checkpoint(tmp_path, step), partial(check_unfinished, step))
+    steps = list(list_snapshots(tmp_path))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
+    assert (len(steps), steps[0], steps[-1]) == (20, 10, 1000)
+    assert max(gaps) <= 4 * min(gaps)
+    assert not (tmp_path / "adapters" / ".unfinished").exists()
+    while thin_out(tmp_path, len(list_snapshots(tmp_path)) // 2):
+        pass
+    assert not list_snapshots(tmp_path)

@@ -20,6 +20,7 @@ from cogumi.checkpoints.commit import STAGING_NAME, commit, is_disk_full, open_s
 from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
+from cogumi.checkpoints.snapshots import list_snapshots, take_snapshot, thin_out
 from cogumi.checkpoints.verify import CheckpointState, inspect, plan_pruning, remove
 from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import best_effort
@@ -56,6 +57,7 @@ class Saver:
         self.watchdog, self.preemption, self.ranks = watchdog, preemption, ranks
         self.identity = Identity("", {})
         self.find_fault: Callable[[], str] = lambda: ""  # why the model must not be saved now
+        self.describe_adapter: Callable[[Path], Any] | None = None  # writes its record; None: no snapshots are taken
         self.refused: Path | None = None
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
@@ -241,6 +243,9 @@ class Saver:
         log.info("%s is saved and verified (%s)", final, format_bytes(finding.bytes))
         if self.mirror is not None:
             self.mirror.send(final)
+        if self.describe_adapter is not None and (final / "adapter_config.json").is_file():
+            with best_effort(f"keep a snapshot of the adapter of {final.name}"):
+                take_snapshot(final, self.describe_adapter)
         if self.keep is not None:
             self.prune(final.parent, self.keep)
 
@@ -285,7 +290,7 @@ class Saver:
 
     def make_room(self, final: Path, again: Callable[[], bool]) -> None:
         """Remove older checkpoints until a new one fits, or do what `on_full` says. again: tries, and returns success."""
-        while self.prune_for_room(final.parent):
+        while thin_out(final.parent, len(list_snapshots(final.parent)) // 2) or self.prune_for_room(final.parent):
             if again():
                 return
         place = final.parent.absolute()

@@ -26,6 +26,7 @@ from transformers import AutoConfig, Trainer
 from cogumi.checkpoints.commit import STAGING_NAME
 from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
 from cogumi.checkpoints.protection import DEFAULT_KEEP, keep_limit
+from cogumi.checkpoints.snapshots import MAX_SNAPSHOTS
 from cogumi.checkpoints.verify import PIN_NAME, bytes_of, list_checkpoints
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import Disk, Need, format_bytes, group_needs, hub_cache
@@ -230,6 +231,9 @@ def forecast_trainer(
             config = AutoConfig.from_pretrained(config.name_or_path, revision=commit_of(config))
         size = merged_bytes(config, merge_dtype) + tokenizer_bytes(trainer.processing_class)
         needs.append(Need(MERGED, merged_into, 0, size))
+    if adapter_into is not None and saves_regularly:
+        most = f"{MAX_SNAPSHOTS} adapters of earlier steps ({format_bytes(MAX_SNAPSHOTS * checkpoint.weights)})"
+        notes = (*notes, f"at most {most} stay where there is room; where there is none, they go first")
     notes = (*(() if saves_regularly else (NO_SAVES,)), *((BY_TIME,) if by_time else ()), *notes)
     return DiskForecast(checkpoint.total, keep, held, saves, tuple(group_needs(needs)), notes)
 

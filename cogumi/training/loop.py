@@ -39,6 +39,7 @@ from cogumi.disk.callback import DiskMonitorCallback
 from cogumi.forecast.disk_forecast import forecast_trainer
 from cogumi.health.sentinel import EarlyEnd, Sentinel, judge_moved
 from cogumi.health.verdict import Check, attempt, judge_divergence, judge_gspo, judge_training
+from cogumi.merge.adapter_files import write_base_record
 from cogumi.methods import dpo
 from cogumi.methods.examples import Examples
 from cogumi.stack.ranks import Ranks
@@ -166,57 +167,42 @@ class ControlCallback(TrainerCallback):
 
 
 class SaveTimer(TrainerCallback):
-    """Save by the clock, where the configuration does not say when: rank 0 decides, and `Agreement` tells the others.
+    """Save by the clock where the configuration does not say when: twenty times a run, one to ten minutes apart.
 
-    A run has about twenty saves, a minute to ten minutes apart, or further where they would cost more than 2 % of the time.
+    Saves that would take more than 2 % of the time are further apart. Rank 0 decides, and `Agreement` tells the others.
     """
 
     def __init__(self, trainer: Any, telemetry: recorder.Telemetry) -> None:
-        self.saver, self.telemetry = trainer.cogumi_protection.saver, telemetry
-        self.path, self.logged = telemetry.run_dir / DECISIONS, 0.0
-        kept = read_section(self.path, SAVES)  # of the earlier parts of this run
-        self.interval, self.cost = kept.get("interval_seconds", 0.0), kept.get("save_seconds")
-
-    def clock(self) -> float:
-        return time.monotonic() - self.telemetry.meter.seconds().get(PAUSED_STAGE, 0.0)
+        self.saver, self.telemetry, self.logged = trainer.cogumi_protection.saver, telemetry, math.inf
+        self.kept = read_section(telemetry.run_dir / DECISIONS, SAVES)  # by the earlier parts of this run
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        state.save_steps = 0  # TRL's default, which is a number of steps, saves nothing
-        self.last = self.clock()
+        state.save_steps, self.last = 0, time.monotonic()  # TRL's default, a number of steps, saves nothing
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        self.last = self.clock()
+        self.last = time.monotonic()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        step, eta = state.global_step, self.telemetry.eta
+        step, eta, run_dir = state.global_step, self.telemetry.eta, self.telemetry.run_dir
         next_step, left = eta(step, step + 1), eta(step, state.max_steps)
-        if next_step is None or left is None or step >= state.max_steps or not self.telemetry.ranks.leads:
+        if not next_step or not left or not self.telemetry.ranks.leads:
             return
-        total = left * state.max_steps / (state.max_steps - step)
-        self.interval = self.interval or min(MAX_LOST_SECONDS, max(MIN_SAVE_SECONDS, total / SAVES_PER_RUN))
-        if self.saver.write_seconds:
-            self.cost = fmean(self.saver.write_seconds)
-        elif self.cost is None:
-            self.cost = read_section(self.path.with_name(FORECAST), "disks")["checkpoint"] / SAVED_BYTES_PER_SECOND
-        cheapest = self.cost / MAX_SAVE_SHARE
-        if not 0.8 < max(self.interval, cheapest, next_step) / (self.logged or math.inf) < 1.25:
-            self.record(max(self.interval, cheapest, next_step), next_step, left)
-        elapsed = self.clock() - self.last
-        # The next step's end may be too late. A commit under way would have to be waited for.
-        if elapsed >= cheapest and elapsed + next_step > self.interval and self.saver.pending is None:
+        share_of_run = left * state.max_steps / (state.max_steps - step) / SAVES_PER_RUN
+        interval = self.kept.get("interval_seconds") or min(MAX_LOST_SECONDS, max(MIN_SAVE_SECONDS, share_of_run))
+        cost = fmean(self.saver.write_seconds or [self.kept.get("save_seconds") or 0.0])
+        cost = cost or read_section(run_dir / FORECAST, "disks")["checkpoint"] / SAVED_BYTES_PER_SECOND
+        cheapest, elapsed = cost / MAX_SAVE_SHARE, time.monotonic() - self.last
+        lost = max(interval, cheapest, next_step)
+        if not 0.8 < lost / self.logged < 1.25:
+            self.logged, limit = lost, "; oftener would cost more" if lost == cheapest > interval else ""
+            self.kept = {"interval_seconds": interval, "save_seconds": cost, "lost_seconds_at_most": lost}
+            self.telemetry.write_unless_full(lambda: write_section(run_dir / DECISIONS, SAVES, self.kept))
+            text = "saves by time (train.save_steps is not set): one takes %.2g s, %.1f %% of the time; at most %s are lost%s"
+            level = logging.INFO if left > lost else logging.DEBUG
+            log.log(level, text, cost, 100 * cost / lost, format_duration(lost), limit)
+        # The next step may end too late. A commit under way would have to be waited for.
+        if elapsed >= cheapest and elapsed + next_step > interval and self.saver.pending is None:
             control.should_save = True
-
-    def record(self, seconds: float, step_seconds: float, left: float) -> None:
-        """Log the interval and keep it for a resumed run."""
-        self.logged, share = seconds, self.cost / seconds
-        saves = {"interval_seconds": self.interval, "save_seconds": self.cost, "lost_seconds_at_most": seconds}
-        self.telemetry.write_unless_full(lambda: write_section(self.path, SAVES, saves))
-        limit = "; oftener would cost more than 2 %" if seconds > max(MAX_LOST_SECONDS, step_seconds) else ""
-        text = "saves by time (train.save_steps is not set): about every %s, %d steps; one takes %.2g s, %.1f %% of the time; "
-        text += "at most %s are lost%s"
-        every = format_duration(seconds)
-        values = every, max(1, round(seconds / step_seconds)), self.cost, 100 * share, every, limit
-        log.log(logging.INFO if left > seconds else logging.DEBUG, text, *values)
 
 
 def remove_request(path: Path) -> bool:
@@ -271,6 +257,7 @@ def fit(
         log_path=run_dir / "run.log",
     )
     protection = trainer.cogumi_protection
+    protection.saver.describe_adapter = lambda place: write_base_record(place, trainer.model, run.model.revision)
     excused = protection.watchdog.excused
     if protection.saver.mirror is not None:
         heart.stalled = protection.saver.mirror.stalled
