@@ -19,6 +19,7 @@ from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_run_name, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.saving import Saver, as_checkpoint_error, continue_prompt_order, load_rollouts
+from cogumi.checkpoints.snapshots import list_snapshots
 from cogumi.checkpoints.verify import (
     OPTIMIZER,
     SCHEDULER,
@@ -209,6 +210,9 @@ class Protection:
             if step_of(path) > (-1 if point is None else step_of(point)):
                 aside = set_aside(path).name
                 log.warning("%s is from before this start, and %s now; delete it when you do not need it", path, aside)
+        for step, path in list_snapshots(output_dir).items():
+            if step > (-1 if point is None else step_of(point)):
+                set_aside(path)
         self.saver.begin(point, self.resolve_run_name(point))
         if point is not None and (was := count_ranks(point)) not in (None, self.ranks.count):
             new_states = (

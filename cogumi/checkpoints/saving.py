@@ -20,6 +20,7 @@ from cogumi.checkpoints.commit import STAGING_NAME, commit, is_disk_full, open_s
 from cogumi.checkpoints.interruption import Preemption, Watchdog
 from cogumi.checkpoints.manifest import MANIFEST_NAME, Identity, read_settings, step_of
 from cogumi.checkpoints.mirror import Mirror
+from cogumi.checkpoints.snapshots import list_snapshots, take_snapshot, thin_out
 from cogumi.checkpoints.verify import CheckpointState, inspect, plan_pruning, remove
 from cogumi.core.disk_space import format_bytes
 from cogumi.core.errors import best_effort
@@ -56,10 +57,12 @@ class Saver:
         self.watchdog, self.preemption, self.ranks = watchdog, preemption, ranks
         self.identity = Identity("", {})
         self.find_fault: Callable[[], str] = lambda: ""  # why the model must not be saved now
+        self.describe_adapter: Callable[[Path], Any] | None = None  # writes its record; None: no snapshots are taken
         self.refused: Path | None = None
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
         self.findings: dict[Path, CheckpointState] = {}
+        self.write_seconds: list[float] = []  # of each save, for which the training waits
         self.pending: tuple[Path, Path, Future[CheckpointState]] | None = None
         self.committer = ThreadPoolExecutor(1, thread_name_prefix="cogumi-checkpoint")
 
@@ -146,6 +149,7 @@ class Saver:
     def write(self, model: Any, trial: Any, final: Path) -> bool:
         """Stage a checkpoint and start its commit; False if the disk is full, and then nothing of it is left."""
         staging, best = final.parent / STAGING_NAME, self.trainer.state.best_model_checkpoint
+        began = time.monotonic()
         try:
             if final.exists():
                 log.warning("%s was there already, from another run; it is %s now", final, set_aside(final).name)
@@ -177,6 +181,7 @@ class Saver:
             self.settle()
         if self.trainer.args.push_to_hub and final in self.committed:
             getattr(self.trainer, internals.PUSH_CHECKPOINT)(str(final))
+        self.write_seconds.append(time.monotonic() - began)
         return True
 
     def write_with_others(self, write: Callable[[], None]) -> None:
@@ -238,6 +243,9 @@ class Saver:
         log.info("%s is saved and verified (%s)", final, format_bytes(finding.bytes))
         if self.mirror is not None:
             self.mirror.send(final)
+        if self.describe_adapter is not None and (final / "adapter_config.json").is_file():
+            with best_effort(f"keep a snapshot of the adapter of {final.name}"):
+                take_snapshot(final, self.describe_adapter)
         if self.keep is not None:
             self.prune(final.parent, self.keep)
 
@@ -282,7 +290,7 @@ class Saver:
 
     def make_room(self, final: Path, again: Callable[[], bool]) -> None:
         """Remove older checkpoints until a new one fits, or do what `on_full` says. again: tries, and returns success."""
-        while self.prune_for_room(final.parent):
+        while thin_out(final.parent, len(list_snapshots(final.parent)) // 2) or self.prune_for_room(final.parent):
             if again():
                 return
         place = final.parent.absolute()

@@ -326,6 +326,12 @@ class RunConfig(Section):
             return "keep"
         return "float32" if self.model.dtype == "float32" else options.merge_dtype
 
+    @property
+    def saves_by_time(self) -> bool:
+        """Tell whether `train:` leaves open when checkpoints are saved."""
+        decides = ("save_steps", "save_strategy", "load_best_model_at_end")
+        return not any(self.train.get(key) for key in decides)
+
     def setting(self, key: str) -> Any:
         """Return a key of `train:`, or TRL's default of it."""
         value = self.train.get(key)

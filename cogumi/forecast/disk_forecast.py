@@ -26,6 +26,7 @@ from transformers import AutoConfig, Trainer
 from cogumi.checkpoints.commit import STAGING_NAME
 from cogumi.checkpoints.manifest import MANIFEST_NAME, step_of
 from cogumi.checkpoints.protection import DEFAULT_KEEP, keep_limit
+from cogumi.checkpoints.snapshots import MAX_SNAPSHOTS
 from cogumi.checkpoints.verify import PIN_NAME, bytes_of, list_checkpoints
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import Disk, Need, format_bytes, group_needs, hub_cache
@@ -51,6 +52,7 @@ from cogumi.patches.trl_internals import commit_of
 
 CHECKPOINTS, ADAPTER, MERGED, DOWNLOAD = "checkpoints", "adapter", "merged model", "model download"
 NO_SAVES = "save_strategy is no: one checkpoint is written where a signal ends the training, and no other"
+BY_TIME = "saves are by time, for train.save_steps is not set: how many there will be is found from the first steps"
 # Configs, model card, arguments, random states, scheduler and trainer state together, whatever the model: 26 to 34 kB.
 SMALL_FILES_BYTES = 30_000
 SCRATCH = "cogumi-forecast-"
@@ -198,6 +200,7 @@ def forecast_trainer(
     trainer: Any,
     *,
     keep: int,
+    by_time: bool = False,
     adapter_into: Path | None = None,
     merged_into: Path | None = None,
     merge_dtype: str = "keep",
@@ -206,14 +209,15 @@ def forecast_trainer(
 ) -> DiskForecast:
     """Forecast what a protected trainer's run needs of its disks from now on. Changes nothing.
 
-    keep: how many checkpoints `protect` keeps. adapter_into, merged_into: where those will be written, if they will. merge_dtype:
-    of `merged_bytes`. more, notes: other needs and notes. Raises OSError for a disk that does not answer.
+    keep: how many checkpoints `protect` keeps. by_time: saves are not in steps. adapter_into, merged_into: where those will
+    be written, if they will. merge_dtype: of `merged_bytes`. more, notes: other needs and notes. Raises OSError for a disk that
+    does not answer.
     """
     args, checkpoint = trainer.args, checkpoint_bytes(trainer)
     directory = Path(args.output_dir)
     ours = [path for path in list_checkpoints(directory) if (path / MANIFEST_NAME).is_file()]
     saves_regularly = args.save_strategy.value != "no"
-    saves = count_saves(trainer, step_of(ours[0]) if ours else 0) if saves_regularly else 1
+    saves = count_saves(trainer, step_of(ours[0]) if ours else 0, by_time) if saves_regularly else 1
     # Beside the newest stay those that are pinned, the one resumed from, and the best.
     beside = sum((path / PIN_NAME).exists() for path in ours) + bool(ours) + (args.metric_for_best_model is not None)
     need, held = checkpoints_need(directory, ours, checkpoint.total, keep + beside, saves)
@@ -227,7 +231,10 @@ def forecast_trainer(
             config = AutoConfig.from_pretrained(config.name_or_path, revision=commit_of(config))
         size = merged_bytes(config, merge_dtype) + tokenizer_bytes(trainer.processing_class)
         needs.append(Need(MERGED, merged_into, 0, size))
-    notes = (*(() if saves_regularly else (NO_SAVES,)), *notes)
+    if adapter_into is not None and saves_regularly:
+        most = f"{MAX_SNAPSHOTS} adapters of earlier steps ({format_bytes(MAX_SNAPSHOTS * checkpoint.weights)})"
+        notes = (*notes, f"at most {most} stay where there is room; where there is none, they go first")
+    notes = (*(() if saves_regularly else (NO_SAVES,)), *((BY_TIME,) if by_time else ()), *notes)
     return DiskForecast(checkpoint.total, keep, held, saves, tuple(group_needs(needs)), notes)
 
 
@@ -249,10 +256,12 @@ def checkpoints_need(directory: Path, ours: list[Path], size: int, staying: int,
     return Need(CHECKPOINTS, directory, max(0, held * size - taken), max(0, end)), held
 
 
-def count_saves(trainer: Any, step: int) -> int | None:
-    """Count the checkpoints that the trainer writes after a step; None where an epoch's length is not known yet."""
+def count_saves(trainer: Any, step: int, by_time: bool = False) -> int | None:
+    """Count the checkpoints that the trainer writes after a step; None where time or an epoch's length decides."""
     args, strategy = trainer.args, trainer.args.save_strategy.value
     last = max(trainer.state.max_steps, args.max_steps, 0)
+    if by_time and (step < last or not last):
+        return None
     if strategy == "epoch" and args.max_steps <= 0:
         return math.ceil(args.num_train_epochs)
     if strategy != "steps" or not last:  # until training begins only max_steps names the last one
@@ -291,6 +300,7 @@ def forecast_disks(run: RunConfig) -> DiskForecast:
     return forecast_trainer(
         trainer,
         keep=keep_limit(trainer.args.save_total_limit) or DEFAULT_KEEP,
+        by_time=run.saves_by_time,
         adapter_into=None if train_all or adapter.exists() else adapter,
         merged_into=merged if (run.cogumi.merge or train_all) and not merged.exists() else None,
         merge_dtype=run.merge_dtype,

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+from cogumi.checkpoints.snapshots import list_snapshots
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import read_json
@@ -237,7 +238,21 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
         Check("rewards", f"{scored} of {len(rewards)} batches scored", "at least one", scored > 0, fix),
         judge_loss_record(run_dir),
         Check("ratio and clip fraction", span, "all finite", bool(ratios) and finite == total, lower),
+        *describe_best_reward(metrics, run_dir),
     ]
+
+
+def describe_best_reward(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
+    """Name the step around which five rollouts earned most, and the snapshot nearest to it, as information."""
+    rewards = [(row["step"], reward) for row in metrics if (reward := number(row, "reward")) is not None]
+    snapshots = list_snapshots(run_dir / "checkpoints")
+    if len(rewards) < FEW_LOSS_ROWS or not snapshots:
+        return []
+    means = {rewards[n][0]: fmean(reward for _, reward in rewards[n - 2 : n + 3]) for n in range(2, len(rewards) - 2)}
+    best, end = max(means, key=means.__getitem__), means[max(means)]
+    nearest = snapshots[min(snapshots, key=lambda step: abs(step - best))]
+    figure = f"step {best}: {means[best]:.3g}, {end:.3g} at the end; nearest adapter {nearest}"
+    return [Check("best reward", figure, "nothing, for information", True)]
 
 
 def judge_loss_record(run_dir: Path) -> Check:

@@ -11,6 +11,7 @@ from signal import Signals
 from typing import Any
 
 from cogumi.checkpoints.manifest import step_of
+from cogumi.checkpoints.snapshots import list_snapshots
 from cogumi.checkpoints.verify import list_checkpoints
 from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
@@ -45,7 +46,7 @@ class Status:
     state: as in status.json, or died (the process disappeared), or refused (at its start; there is no run). cause, fix: of a
     known failure that ended it. retriable: another try may succeed. gpu_memory: bytes by PID, when it failed. alive: None if
     this machine cannot tell. began: when the process did. last_sign: when the run last wrote its status or heartbeat.
-    latest, latest_steps: the last value of each metric, and its step. log: the file with the run's messages.
+    snapshots: steps of adapters. latest, latest_steps: the last value of each metric, and its step. log: the messages' file.
     """
 
     run_dir: str
@@ -65,6 +66,7 @@ class Status:
     began: float | None
     last_sign: float | None
     checkpoint: str | None
+    snapshots: list[int]
     heartbeat: dict[str, Any]
     latest: dict[str, Any]
     latest_steps: dict[str, int]
@@ -133,6 +135,7 @@ def status_of(run_dir: Path) -> Status:
         **{key: newest.get(key) for key in ("pid", "host", "began")},
         last_sign=last_sign,
         checkpoint=saved[0].name if saved else None,
+        snapshots=list(list_snapshots(run_dir / "checkpoints")),
         heartbeat=beat,
         latest=latest,
         latest_steps=latest_steps,
@@ -311,6 +314,9 @@ def format_screen(status: Status) -> str:
         ),
         describe_resume(status),
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
+        f"adapters of steps {', '.join(map(str, status.snapshots))}: checkpoints/adapters/step-N"
+        if status.snapshots
+        else "",
     ]
     for check in failed_checks(checks(status)):
         fix = f"; {check['fix']}" if check.get("fix") else ""

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 
 from cogumi.checkpoints.commit import remove_if_there, write_aside
 from cogumi.checkpoints.saving import RETRY_SECONDS
+from cogumi.checkpoints.snapshots import thin_out
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, UsageError, best_effort
@@ -127,6 +128,8 @@ def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *arg
         try:
             return act(*arguments)
         except DiskFull as full:
+            if thin_out(run.run_dir / "checkpoints", 0):  # adapters of earlier steps give way
+                continue
             if run.cogumi.on_full != "pause":
                 raise
             log.error("%s waits: %s", stage, full)

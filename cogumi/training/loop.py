@@ -11,6 +11,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from cogumi.forecast.disk_forecast import count_saves, forecast_trainer
 from cogumi.health.data_checks import count_planned_examples, spread
 from cogumi.health.sentinel import EarlyEnd, Sentinel, judge_moved
 from cogumi.health.verdict import Check, attempt, judge_divergence, judge_gspo, judge_training
+from cogumi.merge.adapter_files import write_base_record
 from cogumi.methods import dpo
 from cogumi.methods.examples import Examples
 from cogumi.stack.ranks import Ranks
@@ -54,6 +56,10 @@ MAX_EVALUATION_TIME_SHARE = 0.02  # of the training's computing
 FLOPS_MULTIPLIER = 3  # of a training step: forward, and backward at twice its cost
 PAID_SHARE = 0.05  # of the training's computing: for a held-out loss, or for samples, before it and after it
 MIN_EVALUATION_ROWS, MIN_SAMPLE_TOKENS, MAX_SAMPLE_TOKENS = 8, 24, 64
+SAVES = "saves"  # of decisions.json: the interval of saves by time
+MAX_SAVE_SHARE = 0.02  # of the time, which is held before MAX_LOST_SECONDS
+MAX_LOST_SECONDS, MIN_SAVE_SECONDS, SAVES_PER_RUN = 600.0, 60.0, 20
+SAVED_BYTES_PER_SECOND = 1e9  # until a save was measured
 LOOK_SECONDS = 1.0  # between two looks at the directory, which may be on a slow disk
 PAUSE_SECONDS = 0.5
 UNSAVED_SECONDS = 600.0  # from which a run without a checkpoint before its end is warned of
@@ -177,6 +183,45 @@ class ControlCallback(TrainerCallback):
             recorder.set_status(directory, "running", stage="train")
 
 
+class SaveTimer(TrainerCallback):
+    """Save by the clock where the configuration does not say when: twenty times a run, one to ten minutes apart.
+
+    Saves that would take more than 2 % of the time are further apart. Rank 0 decides, and `Agreement` tells the others.
+    """
+
+    def __init__(self, trainer: Any, telemetry: recorder.Telemetry) -> None:
+        self.saver, self.telemetry, self.logged = trainer.cogumi_protection.saver, telemetry, math.inf
+        self.kept = read_section(telemetry.run_dir / DECISIONS, SAVES)  # by the earlier parts of this run
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        state.save_steps, self.last = 0, time.monotonic()  # TRL's default, a number of steps, saves nothing
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.last = time.monotonic()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        step, eta, run_dir = state.global_step, self.telemetry.eta, self.telemetry.run_dir
+        next_step, left = eta(step, step + 1), eta(step, state.max_steps)
+        if not next_step or not left or not self.telemetry.ranks.leads:
+            return
+        share_of_run = left * state.max_steps / (state.max_steps - step) / SAVES_PER_RUN
+        interval = self.kept.get("interval_seconds") or min(MAX_LOST_SECONDS, max(MIN_SAVE_SECONDS, share_of_run))
+        cost = fmean(self.saver.write_seconds or [self.kept.get("save_seconds") or 0.0])
+        cost = cost or read_section(run_dir / FORECAST, "disks")["checkpoint"] / SAVED_BYTES_PER_SECOND
+        cheapest, elapsed = cost / MAX_SAVE_SHARE, time.monotonic() - self.last
+        lost = max(interval, cheapest, next_step)
+        if not 0.8 < lost / self.logged < 1.25:
+            self.logged, limit = lost, "; oftener would cost more" if lost == cheapest > interval else ""
+            self.kept = {"interval_seconds": interval, "save_seconds": cost, "lost_seconds_at_most": lost}
+            self.telemetry.write_unless_full(lambda: write_section(run_dir / DECISIONS, SAVES, self.kept))
+            text = "saves by time (train.save_steps is not set): one takes %.2g s, %.1f %% of the time; at most %s are lost%s"
+            level = logging.INFO if left > lost else logging.DEBUG
+            log.log(level, text, cost, 100 * cost / lost, format_duration(lost), limit)
+        # The next step may end too late. A commit under way would have to be waited for.
+        if elapsed >= cheapest and elapsed + next_step > interval and self.saver.pending is None:
+            control.should_save = True
+
+
 def remove_request(path: Path) -> bool:
     """Remove the file; return whether there was one."""
     existed = path.exists()
@@ -229,6 +274,7 @@ def fit(
         log_path=run_dir / "run.log",
     )
     protection = trainer.cogumi_protection
+    protection.saver.describe_adapter = lambda place: write_base_record(place, trainer.model, run.model.revision)
     excused = protection.watchdog.excused
     if protection.saver.mirror is not None:
         heart.stalled = protection.saver.mirror.stalled
@@ -258,6 +304,8 @@ def fit(
     )
     trainer.add_callback(control)
     trainer.add_callback(sentinel)
+    if run.saves_by_time:
+        trainer.add_callback(SaveTimer(trainer, telemetry))
     if ranks.count > 1:
         trainer.add_callback(Agreement(ranks))
     if not trainer.is_fsdp_enabled:
@@ -346,12 +394,14 @@ def log_disk_forecast(run: RunConfig, trainer: Any) -> None:
     is_full = run.cogumi.tuning == "full"
     forecast = forecast_trainer(
         trainer,
+        by_time=run.saves_by_time,
         keep=trainer.cogumi_protection.saver.keep,
         adapter_into=None if is_full else run.run_dir / "adapter",
         merged_into=run.run_dir / "merged" if run.cogumi.merge or is_full else None,
         merge_dtype=run.merge_dtype,
     )
-    write_section(run.run_dir / FORECAST, "disks", {"fits": forecast.fits, "lines": forecast.lines})
+    disks = {"fits": forecast.fits, "lines": forecast.lines, "checkpoint": forecast.checkpoint}
+    write_section(run.run_dir / FORECAST, "disks", disks)
     for line in forecast.lines:
         log.log(logging.INFO if forecast.fits else logging.WARNING, "disk: %s", line)
 
