@@ -27,7 +27,7 @@ from cogumi.health.flags import (
     read_samples,
     red_flags,
 )
-from cogumi.health.verdict import Check, Verdict, judge, judge_divergence, safe_to_scale
+from cogumi.health.verdict import Check, Verdict, check_reward, judge, judge_divergence, safe_to_scale
 from cogumi.merge.logits import LogitCheck
 from cogumi.notebook import panel
 from cogumi.notebook.panel import take_snapshot
@@ -413,10 +413,23 @@ def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None
 @pytest.mark.parametrize(("level", "passed"), [("red", False), ("yellow", True)])
 def test_a_model_that_writes_no_text_fails_whatever_its_loss(level: Level, passed: bool) -> None:
     flag = Flag("held-out completions", level, "4 of 4 are blank", "it writes nothing", "train.learning_rate, lower")
-    sentinel = SimpleNamespace(flags=[flag], was_red={}, sanity=None)
+    sentinel = SimpleNamespace(flags=[flag], was_red={}, sanity=None, method="sft")
     verdict = make_verdict(SimpleNamespace(sentinel=sentinel, ended=None, checks=[]))  # type: ignore[arg-type]
     assert verdict.passed == passed
     assert passed or verdict.checks[0].fix == "it writes nothing: change train.learning_rate, lower"
+
+
+@pytest.mark.parametrize(
+    ("end", "mark", "says"), [(0.8, "pass", "rose"), (0.5, "warn", "may explain"), (0.2, "FAIL", "the reward fell")]
+)
+def test_a_reward_that_does_not_rise_is_told_and_one_that_falls_fails(end: float, mark: str, says: str) -> None:
+    rewards = [0.5 + (end - 0.5) * step / 39 + 0.02 * (-1) ** step for step in range(40)]
+    rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards, 1)]
+    setting = RunSettings("gspo", 1e-5, 40, 8, 1000)
+    (check,) = check_reward(RunHistory(setting, rows[:10], rows[10:]))
+    assert str(check).startswith(mark)
+    assert says in check.figure
+    assert not check_reward(RunHistory(setting, rows[:5], []))
 
 
 def test_a_run_resumed_with_other_versions_says_which(sft: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

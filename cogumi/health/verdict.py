@@ -255,6 +255,16 @@ def describe_best_reward(metrics: list[dict[str, Any]], run_dir: Path) -> list[C
     return [Check("best reward", figure, "nothing, for information", True)]
 
 
+def check_reward(run: RunHistory) -> list[Check]:
+    """Check that the reward did not fall beyond its noise; one that did not rise is a warning. None for few rollouts."""
+    if len(run.series("reward", rollouts(run))[1]) < FEW_LOSS_ROWS:
+        return []
+    answer, figure = judge_reward(run)
+    fix = "a task that is answered at times, more steps or examples a step, or another train.learning_rate"
+    fell, unclear = answer is Scale.NO, answer is Scale.NOT_SHOWN
+    return [Check("reward", figure, "no fall beyond noise", not fell, fix, warning=unclear)]
+
+
 def judge_loss_record(run_dir: Path) -> Check:
     name, path, required = "loss that ran", run_dir / RECORD, "the formula's value and gradient"
     if not path.exists():

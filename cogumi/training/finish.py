@@ -29,7 +29,7 @@ from cogumi.core.run_directory import (
 )
 from cogumi.health.flags import HELD_OUT_COMPLETIONS, red_flags
 from cogumi.health.rules import REPEATS
-from cogumi.health.verdict import RAISED, Check, Scale, Verdict, failed_check, safe_to_scale
+from cogumi.health.verdict import RAISED, Check, Scale, Verdict, attempt, check_reward, failed_check, safe_to_scale
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import logits
 from cogumi.merge.adapter_files import write_base_record
@@ -318,6 +318,8 @@ def make_verdict(fitted: TrainingOutcome) -> Verdict:
     # Whatever its loss and its merge are worth: this model writes nothing.
     mute = (flag for flag in red_flags(sentinel.flags) if flag.name == HELD_OUT_COMPLETIONS and flag.cause != REPEATS)
     checks += [Check(flag.name, flag.evidence, "text", False, f"{flag.cause}: change {flag.knob}") for flag in mute]
+    if sentinel.method == "gspo" and ended is None:
+        checks += attempt("reward", check_reward, sentinel.run())
     if ended is not None and ended.state != SANITY_CHECKED:
         checks.append(Check(ended.state, ended.reason, "the training to its end", False, RESUME_HINTS[ended.state]))
     if sentinel.sanity is not None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from cogumi.checkpoints.protection import DEFAULT_KEEP, keep_limit, protect
 from cogumi.checkpoints.verify import last_good_checkpoint
 from cogumi.compile.layers import compile_trainer
-from cogumi.config.schema import CogumiSection, RunConfig
+from cogumi.config.schema import RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import format_duration, one_line
 from cogumi.core.run_directory import (
@@ -84,8 +84,9 @@ class ControlCallback(TrainerCallback):
     Goes before callbacks that measure the time of a step.
     """
 
-    def __init__(self, trainer: Any, options: CogumiSection, telemetry: recorder.Telemetry, rows: int = 0) -> None:
-        self.trainer, self.options, self.telemetry, self.rows = trainer, options, telemetry, rows
+    def __init__(self, trainer: Any, run: RunConfig, telemetry: recorder.Telemetry, rows: int = 0) -> None:
+        self.trainer, self.options, self.telemetry, self.rows = trainer, run.cogumi, telemetry, rows
+        self.saves_by_time = run.saves_by_time
         self.every = 0  # steps between two held-out losses
         self.ended: EarlyEnd | None = None
         self.reason: str | None = None  # to wait before the next step
@@ -115,7 +116,8 @@ class ControlCallback(TrainerCallback):
             return
         if self.telemetry.pace.steps == 2 and self.telemetry.throughput.total.rollouts and self.telemetry.ranks.leads:
             self.log_outlook(step, min(state.max_steps, self.options.sanity or state.max_steps))
-        self.warn_if_unsaved(args.save_strategy.value, state)
+        if not self.saves_by_time:
+            self.warn_if_unsaved(args.save_strategy.value, state)
         if self.every and step % self.every == 0:
             control.should_evaluate = True  # after the step's own row is logged
         if spent_budget := budget_reached(self.options, self.telemetry.meter.elapsed()):
@@ -298,7 +300,7 @@ def fit(
         )
         trainer.evaluate = recorder.preserve_rng_and_mode(trainer.model)(trainer.evaluate)
     on_the_way = measure_loss and run.train.get("eval_strategy") is None
-    control = ControlCallback(trainer, options, telemetry, len(trainer.eval_dataset) if on_the_way else 0)
+    control = ControlCallback(trainer, run, telemetry, len(trainer.eval_dataset) if on_the_way else 0)
     sentinel = Sentinel(
         trainer, run_dir, options.method, options.flags, options.on_red, options.sanity, excused, control.pause, ranks
     )
