@@ -118,7 +118,7 @@ check-urls: .venv/test
 	sh requirements/install.sh vllm
 	touch $@
 
-.real/packages: requirements/real.txt
+.real/packages: requirements/real.in
 	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .real -r $<
 	echo '*' >.real/.gitignore
 	touch $@

@@ -2,7 +2,7 @@
 
 `python -m benchmarks real`: SFT on conversations, DPO on pairs, GSPO on a task that it can learn and on one that is too hard;
 merges, GGUF, a kill and a resume, comparisons. `python -m benchmarks first_runs`: twenty first runs at rates from 1e-7 to 1e-2,
-whose verdicts are held beside what transformers and PEFT say about the model before and after. Both need requirements/real.txt.
+whose verdicts are held beside what transformers and PEFT say about the model before and after. Both need requirements/real.in.
 The questions are reasoning-gym's sums; the too hard ones are greatest common divisors.
 """
 

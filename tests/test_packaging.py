@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DISTRIBUTIONS = {"yaml": "pyyaml", "IPython": "ipython", "pydantic_core": "pydantic"}
 # Looked for and used if they are there: by the doctor, by transformers, by TRL.
-PROBED = {"flash-attn", "kernels", "triton", "wandb"}
+PROBED = {"pynvml", "flash-attn", "kernels", "triton", "wandb"}
 OPTIONAL = ["IPython", "bitsandbytes", "gguf", "ipywidgets", "math_verify", "rapidfuzz", "unsloth", "vllm"]
 
 

@@ -51,6 +51,7 @@ from cogumi.patches.torch_internals import FakeTensorMode
 from cogumi.patches.trl_internals import commit_of
 
 CHECKPOINTS, ADAPTER, MERGED, DOWNLOAD = "checkpoints", "adapter", "merged model", "model download"
+NOTED_BYTES = 1e9  # of adapters of earlier steps
 NO_SAVES = "save_strategy is no: one checkpoint is written where a signal ends the training, and no other"
 BY_TIME = "saves are by time, for train.save_steps is not set: how many there will be is found from the first steps"
 # Configs, model card, arguments, random states, scheduler and trainer state together, whatever the model: 26 to 34 kB.
@@ -231,8 +232,9 @@ def forecast_trainer(
             config = AutoConfig.from_pretrained(config.name_or_path, revision=commit_of(config))
         size = merged_bytes(config, merge_dtype) + tokenizer_bytes(trainer.processing_class)
         needs.append(Need(MERGED, merged_into, 0, size))
-    if adapter_into is not None and saves_regularly:
-        most = f"{MAX_SNAPSHOTS} adapters of earlier steps ({format_bytes(MAX_SNAPSHOTS * checkpoint.weights)})"
+    snapshots = min(MAX_SNAPSHOTS, MAX_SNAPSHOTS if saves is None else saves)
+    if adapter_into is not None and saves_regularly and snapshots * checkpoint.weights > NOTED_BYTES:
+        most = f"{snapshots} adapters of earlier steps ({format_bytes(snapshots * checkpoint.weights)})"
         notes = (*notes, f"at most {most} stay where there is room; where there is none, they go first")
     notes = (*(() if saves_regularly else (NO_SAVES,)), *((BY_TIME,) if by_time else ()), *notes)
     return DiskForecast(checkpoint.total, keep, held, saves, tuple(group_needs(needs)), notes)
