@@ -115,7 +115,8 @@ def test_the_thread_ends_where_the_block_raises(tmp_path: Path) -> None:
 
 
 def test_the_thread_keeps_no_process_alive(tmp_path: Path) -> None:
-    program = "import cogumi; cogumi.DiskMonitor(interval=600).start(); print('end')"
+    # The limits, as this machine's disk may be fuller than the default ones.
+    program = "import cogumi; cogumi.DiskMonitor(interval=600, warn=0.99, alarm=0.999).start(); print('end')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 

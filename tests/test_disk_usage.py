@@ -103,7 +103,10 @@ STATUS = "import cogumi.cli.app as app; sys.argv = ['cogumi', 'disk', 'status', 
 @pytest.mark.parametrize(
     ("code", "heavy"),
     [
-        ("import cogumi; cogumi.DiskMonitor().sample()", "torch transformers datasets huggingface_hub numpy rich"),
+        (
+            "import cogumi; cogumi.DiskMonitor(warn=0.99, alarm=0.999).sample()",
+            "torch transformers datasets huggingface_hub numpy rich",
+        ),
         ("import cogumi; cogumi.last_good_checkpoint", "torch transformers"),
         ("import cogumi.checkpoints.verify", "torch transformers numpy safetensors"),
         (STATUS, "torch transformers"),

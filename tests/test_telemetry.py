@@ -119,7 +119,7 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
     assert len(counted) == 12
     assert parsed["tokens"] == sum(counted) == result.series("num_tokens")[-1]
     assert parsed["tokens"] / parsed["tokens_per_second"] == pytest.approx(parsed["step_seconds"], abs=6e-4)
-    assert list(parsed["seconds"]) == ["data", "load", "samples", "train", "data checks", "eval"]
+    assert list(parsed["seconds"]) == ["data", "load", "samples", "train", "data checks", "eval", "disk forecast"]
     assert sum(parsed["seconds"].values()) == pytest.approx(parsed["elapsed_seconds"], abs=0.1)
     assert parsed["step_seconds"] <= parsed["seconds"]["train"]
     assert parsed["cost"] == pytest.approx(2 * parsed["elapsed_seconds"], abs=0.1)
@@ -140,7 +140,8 @@ def test_an_sft_run_says_what_it_came_to(sft: Config, monkeypatch: pytest.Monkey
     written = complete_with_ends(
         read_back, AutoTokenizer.from_pretrained(result.adapter), [row["prompt"] for row in samples]
     )
-    assert [text for text, _ in written] == [row["completion"] for row in samples]
+    assert all(text.startswith(row["completion"]) for (text, _), row in zip(written, samples, strict=True))
+    assert any(row["completion"] for row in samples)
 
 
 def test_what_is_logged_reaches_tensorboard_in_the_run_directory_and_nowhere_else(finished_sft: FinishedRun) -> None:
@@ -246,7 +247,7 @@ def test_completions_that_hold_nothing_are_counted(tiny_model: Path, tmp_path: P
     assert any(row["completion"] for row in read_jsonl(tmp_path / "samples.jsonl"))
     assert tokenizer.eos_token_id == 0
     torch.nn.init.zeros_(model.lm_head.weight)  # of logits that are all equal the first is taken
-    write_samples(tmp_path, model, tokenizer, prompts, 2, ())
+    write_samples(tmp_path, model, tokenizer, prompts, 2, {})
     first, second = read_samples(tmp_path)
     assert (first.step, first.empty) == (1, 0)
     assert second == SampleCounts(2, 2, empty=2)

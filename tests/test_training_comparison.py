@@ -178,7 +178,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data__eval_rows": 0},
         "cogumi.compare_with: data.eval_rows: no rows are held out; set it to 100 or more; or drop it",
     ),
-    "no model": ({"cogumi__compare_with": "no/where/at"}, "cogumi.compare_with: model.name: no model at 'no/where/at'"),
+    "no model": (
+        {"cogumi__compare_with": "no/where/at"},
+        "cogumi.compare_with: no/where/at: no model at 'no/where/at'",
+    ),
     "other words": ({"cogumi__compare_with": "cogumi:small-base"}, "cogumi:small-base has another vocabulary"),
 }
 

@@ -16,7 +16,7 @@ from cogumi.core.run_directory import COMPARED, COMPARISON, DECISIONS, read_sect
 from cogumi.data.chat import visible_text
 from cogumi.data.templates import read_template
 from cogumi.evaluation.judge_command import COMMAND, judge_of
-from cogumi.evaluation.paired import Comparison
+from cogumi.evaluation.paired import MIN_ROWS, Comparison
 from cogumi.evaluation.reward_scores import Scored, call_rewards, read_rewards, read_weights
 from cogumi.evaluation.saved_models import BASE, MAX_NEW_TOKENS, MODEL, ChatSetup, LoadedModels, ModelFiles, read_setup
 from cogumi.health.verdict import Check, attempt
@@ -41,7 +41,6 @@ ANSWER_SCORES = ("exact_answer", "answer_similarity")
 ANSWER_COLUMNS = ("answer", "middle", "chosen")
 BATCH_ROWS = 50
 EXTRA_TOKENS = 16  # beyond the longest expected answer, so that a completion that goes on differs from it
-MIN_ROWS, FEW_ROWS_P_VALUE = 30, 0.05  # below, the interval is too narrow: a run's result goes by the sign test as well
 TRAINED_SCORES = {"sft": LOG_LIKELIHOOD, "dpo": MARGIN, "gspo": REWARDS}  # by method
 RESULT = "this run"
 
@@ -97,7 +96,9 @@ def compare_models(
             if score not in ANSWER_IDS:
                 scored[score][name] = weighted_total(call_rewards(run, functions, completions, []), weights)
     notes = [f"greedy completions of at most {max_new_tokens} tokens"]
-    notes += [f"below {MIN_ROWS} prompts the interval is too narrow"] if len(prompts) < MIN_ROWS else []
+    notes += (
+        [f"below {MIN_ROWS} prompts the sign test has to tell them apart as well"] if len(prompts) < MIN_ROWS else []
+    )
     notes += [note for name, place in models.items() if (note := describe_other_data(name, Path(place), examples))]
     asked = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
     answers = list(map(str, columns["answer"])) if "answer" in columns else None
@@ -129,7 +130,10 @@ def find_model(place: str, run: RunConfig, base: RunBase | None) -> ChatSetup:
         return ChatSetup(Path(BASE), replace(files, attention=model.attn_implementation), (BASE,), base.name)
     if Path(place).is_dir():
         return read_setup(Path(place))
-    name = read_base(place).name  # raises UsageError if there is no such model
+    try:
+        name = read_base(place).name
+    except UsageError as error:  # a model that is named here, and not by the configuration
+        raise UsageError(error.message, place=error.place, key=place, fix=error.fix) from error
     return ChatSetup(Path(name), ModelFiles(merged=Path(name)), (MODEL,), name)
 
 
@@ -194,7 +198,10 @@ def read_scores(
         if score.startswith(COMMAND):
             functions = [judge_of(score)]
         elif score not in ANSWER_IDS:
-            functions = read_rewards(run) if score == REWARDS else rewards_of([score])
+            try:
+                functions = read_rewards(run) if score == REWARDS else rewards_of([score])
+            except UsageError as error:
+                raise UsageError(error.message, place=error.place, key=f"--score {score}", fix=error.fix) from error
         refuse_missing_columns(functions, columns)
         entries[score] = functions, read_weights(run, functions) if score == REWARDS else [1.0]
     return entries
@@ -247,11 +254,12 @@ def judge_result(comparison: Comparison, before: str, run: RunConfig) -> Check:
     pair = comparison.paired(score, before, RESULT)
     others = [f"{name} {other.verdict} ({other.mean:+.4f})" for name, *_, other in comparison.pairs() if name != score]
     figure = f"{score} {mean(score, before):.4f} before, {mean(score, RESULT):.4f} after, {pair}, {pair.rows} rows"
-    is_told = pair.rows >= MIN_ROWS or pair.p_value < FEW_ROWS_P_VALUE
-    is_better, is_worse = (is_told and pair.verdict == verdict for verdict in ("better", "worse"))
+    is_better, is_worse = (pair.verdict == verdict for verdict in ("better", "worse"))
     required = f"{'better' if gate == 'better' else 'not worse'}{' (cogumi.gate)' if gate else ''}"
     passed = is_better if gate == "better" else not is_worse and pair.rows > 0
     fix = "hold out more rows (data.eval_rows), which tells smaller differences, or train longer"
+    if pair.verdict == "equal":
+        fix = "raise train.learning_rate, or train longer: no row has changed"
     if is_worse:
         fix = "see Comparison in report.html, and lower train.learning_rate"
     return Check(COMPARED, "; ".join([figure, *others]), required, passed, fix, warning=passed and not is_better)

@@ -14,6 +14,7 @@ from cogumi.core.run_directory import jsonable_numbers
 CONFIDENCE = 0.95
 RESAMPLES, CHUNK = 4000, 100  # CHUNK bounds the memory: CHUNK x rows numbers at a time
 SEED = 0
+MIN_ROWS, FEW_ROWS_P_VALUE = 30, 0.05
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,14 @@ class PairedDifference:
 
     @property
     def verdict(self) -> str:
-        """Return better or worse if the interval excludes 0, equal if every row is a tie, else "not told apart"."""
+        """Return better or worse if the interval excludes 0, equal if every row is a tie, else "not told apart".
+
+        Below MIN_ROWS, where the interval is too narrow, the sign test has to tell them apart as well.
+        """
         if self.rows and self.ties == self.rows:
             return "equal"
+        if self.rows < MIN_ROWS and self.p_value >= FEW_ROWS_P_VALUE:
+            return "not told apart"
         return "better" if self.low > 0 else "worse" if self.high < 0 else "not told apart"
 
     @property

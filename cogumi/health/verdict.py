@@ -244,7 +244,7 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
 
 def describe_best_reward(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     """Name the step around which five rollouts earned most, and the snapshot nearest to it, as information."""
-    rewards = [(row["step"], reward) for row in metrics if (reward := number(row, "reward")) is not None]
+    rewards = [(row.get("step", 0), reward) for row in metrics if (reward := number(row, "reward")) is not None]
     snapshots = list_snapshots(run_dir / "checkpoints")
     if len(rewards) < FEW_LOSS_ROWS or not snapshots:
         return []

@@ -170,7 +170,7 @@ class Telemetry(TrainerCallback):
             self.evaluation_line = time.monotonic()
         bar = self.evaluation_bar
         bar.update()
-        bar.n += bar.disable  # in a pipe, where it does not count
+        bar.n += bool(bar.disable)  # in a pipe it does not count; on a terminal tqdm leaves None
         if bar.disable and self.ranks.leads and time.monotonic() - self.evaluation_line >= LINE_SECONDS:
             self.evaluation_line = time.monotonic()
             log.info("held-out loss: batch %d of %d", bar.n, bar.total)

@@ -354,6 +354,8 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
         checks += attempt("held-out loss", trainer.evaluate)
     trackers.close_tensorboard(trainer)
     metrics = read_jsonl(run_dir / "metrics.jsonl")
+    if measure_loss and len(held_out := [row["eval_loss"] for row in metrics if "eval_loss" in row]) > 1:
+        log.info("held-out loss: %.3f before the first step, %.3f after the last", held_out[0], held_out[-1])
     if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
         recorder.truncate_metrics(run_dir, state)
         metrics = read_jsonl(run_dir / "metrics.jsonl")
