@@ -122,7 +122,7 @@ def none_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
     for path in tmp_path.rglob(START):
-        if is_running(read_json(path)):
+        if is_running(read_json(path)) and read_json(path)["pid"] != os.getpid():
             os.kill(read_json(path)["pid"], signal.SIGKILL)
 
 
