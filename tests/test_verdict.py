@@ -27,12 +27,20 @@ from cogumi.health.flags import (
     read_samples,
     red_flags,
 )
-from cogumi.health.verdict import Check, Verdict, check_reward, judge, judge_divergence, safe_to_scale
+from cogumi.health.verdict import (
+    Check,
+    Verdict,
+    check_completions,
+    check_reward,
+    judge,
+    judge_divergence,
+    safe_to_scale,
+)
 from cogumi.merge.logits import LogitCheck
 from cogumi.notebook import panel
 from cogumi.notebook.panel import take_snapshot
 from cogumi.telemetry.status import format_screen, format_sentence, status_of
-from cogumi.training.finish import judge_logits, make_verdict
+from cogumi.training.finish import judge_logits
 
 SFT = RunSettings("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
 DPO = replace(SFT, method="dpo", loss="sigmoid")
@@ -410,13 +418,21 @@ def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None
     assert "yellow: held-out completions: the model ends at once" in log
 
 
-@pytest.mark.parametrize(("level", "passed"), [("red", False), ("yellow", True)])
-def test_a_model_that_writes_no_text_fails_whatever_its_loss(level: Level, passed: bool) -> None:
+@pytest.mark.parametrize(
+    ("level", "counts", "passed"),
+    [
+        ("red", {"blank": 3}, False),
+        ("red", {"loops": 4}, False),
+        ("red", {"loops": 3}, True),
+        ("yellow", {"blank": 4}, True),
+    ],
+)
+def test_a_model_that_writes_no_text_fails_whatever_its_loss(
+    level: Level, counts: dict[str, int], passed: bool
+) -> None:
     flag = Flag("held-out completions", level, "4 of 4 are blank", "it writes nothing", "train.learning_rate, lower")
-    sentinel = SimpleNamespace(flags=[flag], was_red={}, sanity=None, method="sft")
-    verdict = make_verdict(SimpleNamespace(sentinel=sentinel, ended=None, checks=[]))  # type: ignore[arg-type]
-    assert verdict.passed == passed
-    assert passed or verdict.checks[0].fix == "it writes nothing: change train.learning_rate, lower"
+    checks = check_completions(RunHistory(SFT, [], [], written=[SampleCounts(20, 4, **counts)]), [flag])
+    assert [check.fix for check in checks] == [] if passed else ["it writes nothing: change train.learning_rate, lower"]
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,6 @@ def update_size(run: RunHistory) -> Flag | None:
     return Flag("update size", level, evidence, cause, "train.learning_rate, higher")
 
 
-REPEATS = "the training has taught the model to repeat itself"
-
-
 def held_out_fell(run: RunHistory) -> bool:
     """Return whether the loss of the held-out rows fell: they are the same each time, so no batch's noise is in it."""
     return len(run.held_out) > 1 and run.held_out[-1] <= run.held_out[0] * (1 - LOSS_FALL_SHARE)
@@ -202,7 +199,7 @@ def held_out_completions(run: RunHistory) -> Flag | None:
         cause = f"the base is too weak, as {before.unusable} of its {before.count} are no text either"
         knob = "model.name"
     elif now.loops > max(now.empty, now.blank):
-        cause = REPEATS
+        cause = "the training has taught the model to repeat itself"
     elif run.batches is not None and run.batches.ends:
         often = max(1, round(run.batches.learned / run.batches.ends))
         cause = f"the model ends at once, as one learned token in {often} is the end token"

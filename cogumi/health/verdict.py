@@ -14,6 +14,7 @@ from cogumi.core.durability import NO_SPACE
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import read_json
 from cogumi.health.flags import (
+    HELD_OUT_COMPLETIONS,
     SIGNIFICANT_FALL_Z,
     USUAL_FALL_SHARE,
     Flag,
@@ -253,6 +254,16 @@ def describe_best_reward(metrics: list[dict[str, Any]], run_dir: Path) -> list[C
     nearest = snapshots[min(snapshots, key=lambda step: abs(step - best))]
     figure = f"step {best}: {means[best]:.3g}, {end:.3g} at the end; nearest adapter {nearest}"
     return [Check("best reward", figure, "nothing, for information", True)]
+
+
+def check_completions(run: RunHistory, flags: Sequence[Flag]) -> list[Check]:
+    """Return a failed check where the flag is red, and most completions are blank or none is text: whatever the loss says."""
+    red = next((flag for flag in red_flags(flags) if flag.name == HELD_OUT_COMPLETIONS), None)
+    if red is None or not run.written:
+        return []
+    now = run.written[-1]
+    is_mute = 2 * (now.empty + now.blank) > now.count or now.unusable == now.count
+    return [Check(red.name, red.evidence, "text", False, f"{red.cause}: change {red.knob}")] if is_mute else []
 
 
 def check_reward(run: RunHistory) -> list[Check]:

@@ -27,9 +27,18 @@ from cogumi.core.run_directory import (
     write_json,
     write_section,
 )
-from cogumi.health.flags import HELD_OUT_COMPLETIONS, red_flags
-from cogumi.health.rules import REPEATS
-from cogumi.health.verdict import RAISED, Check, Scale, Verdict, attempt, check_reward, failed_check, safe_to_scale
+from cogumi.health.flags import red_flags
+from cogumi.health.verdict import (
+    RAISED,
+    Check,
+    Scale,
+    Verdict,
+    attempt,
+    check_completions,
+    check_reward,
+    failed_check,
+    safe_to_scale,
+)
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import logits
 from cogumi.merge.adapter_files import write_base_record
@@ -315,9 +324,7 @@ def make_verdict(fitted: TrainingOutcome) -> Verdict:
     safe: Scale | None = None
     raised = (flag for flag in sentinel.flags if flag.evidence.startswith(RAISED))
     checks += [Check(flag.name, flag.evidence, "judged", False, "read run.log") for flag in raised]
-    # Whatever its loss and its merge are worth: this model writes nothing.
-    mute = (flag for flag in red_flags(sentinel.flags) if flag.name == HELD_OUT_COMPLETIONS and flag.cause != REPEATS)
-    checks += [Check(flag.name, flag.evidence, "text", False, f"{flag.cause}: change {flag.knob}") for flag in mute]
+    checks += attempt("held-out completions", check_completions, sentinel.run(), sentinel.flags)
     if sentinel.method == "gspo" and ended is None:
         checks += attempt("reward", check_reward, sentinel.run())
     if ended is not None and ended.state != SANITY_CHECKED:
