@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from builders import as_gspo
 from processes import until
@@ -86,6 +87,7 @@ def test_a_run_that_is_killed_between_saves_goes_on_with_its_interval(silent: Co
     silent["train"]["max_steps"] = 120
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(silent))
     run_dir, environment = Path(silent["cogumi"]["run_dir"]), os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums go by it, as in the run below
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run.yaml")]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
