@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from cogumi.checkpoints.manifest import differences
-from cogumi.config.schema import CogumiSection, RunConfig, Thresholds, dump_config
+from cogumi.config.schema import CogumiSection, DataSection, RunConfig, Section, Thresholds, dump_config
 from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import is_empty, read_json, refuse_occupied, unwritable_error
@@ -80,7 +80,8 @@ def describe_differences(run: RunConfig) -> str:
     """Describe how the run in the directory differs from this configuration, beyond MUTABLE_KEYS; "" if it does not."""
     before = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
     stored, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
-    defaults = {f"cogumi.{name}": field.default for name, field in CogumiSection.model_fields.items()}
+    sections: dict[str, type[Section]] = {"cogumi": CogumiSection, "data": DataSection}
+    defaults = {f"{name}.{key}": at.default for name, part in sections.items() for key, at in part.model_fields.items()}
     stored = {key: defaults[key] for key in here if key in defaults} | stored  # a run that is older than a key
     return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (stored, here)))
 
