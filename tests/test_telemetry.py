@@ -629,6 +629,7 @@ def test_a_short_run_measures_as_many_held_out_rows_as_it_can_pay_for_and_says_s
         ),
         ({"save_strategy": "steps", "save_steps": 1000}, ""),
         ({"save_strategy": "epoch"}, ""),
+        ({"save_strategy": None, "save_steps": None}, ""),  # by time
     ],
 )
 def test_a_long_run_that_saves_nothing_on_the_way_is_warned_of(train: Config, says: str, sft: Config) -> None:

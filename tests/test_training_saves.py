@@ -143,8 +143,10 @@ def test_each_save_leaves_an_adapter_that_merges_and_begins_a_run(silent: Config
     assert one.samefile(other)
     assert same_adapter(snapshots[40], result.adapter)
     assert not same_adapter(snapshots[10], result.adapter)
-    (best,) = (check for check in result.verdict.checks if check.name == "best reward")
-    assert re.fullmatch(r"step \d+: .* at the end; nearest adapter .*/adapters/step-\d+", best.figure)
+    (rewards,) = (check.figure for check in result.verdict.checks if check.name == "rewards")
+    assert re.search(r"; best around step \d+: .* at the end; nearest adapter .*/adapters/step-\d+$", rewards)
+    (reward,) = (check for check in result.verdict.checks if check.name == "reward")
+    assert "in 10 rollouts" in reward.figure
     merge_adapter(snapshots[10], result.run_dir / "merged-10")
     assert read_setup(snapshots[10]).files.adapter == snapshots[10]
     later = silent | {"model": {**silent["model"], "adapter": str(snapshots[10])}, "lora": {}}

@@ -225,7 +225,7 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     """Check what GSPO adds: completions were scored, the requested loss ran, and every ratio is a number."""
     # TRL 1.15 logs None for a rollout in which every reward function returned None for every completion.
     rewards = [number(row, "reward") for row in metrics if "reward" in row]
-    scored = sum(reward is not None for reward in rewards)
+    scored, best = sum(reward is not None for reward in rewards), describe_best_reward(metrics, run_dir)
     fix = "change cogumi.rewards, so that one scores these completions: every advantage was 0, and nothing was learned"
     ratios = [row[key] for row in metrics for key in ("policy/min_ratio", "policy/max_ratio") if key in row]
     clipped = [row["policy/clipped_ratio_fraction"] for row in metrics if "policy/clipped_ratio_fraction" in row]
@@ -236,24 +236,22 @@ def judge_gspo(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
     elif finite == total:
         span = f"ratio {min(ratios):.5f} to {max(ratios):.5f}, {sum(clipped) / len(clipped):.1%} outside the clip"
     return [
-        Check("rewards", f"{scored} of {len(rewards)} batches scored", "at least one", scored > 0, fix),
+        Check("rewards", f"{scored} of {len(rewards)} batches scored{best}", "at least one", scored > 0, fix),
         judge_loss_record(run_dir),
         Check("ratio and clip fraction", span, "all finite", bool(ratios) and finite == total, lower),
-        *describe_best_reward(metrics, run_dir),
     ]
 
 
-def describe_best_reward(metrics: list[dict[str, Any]], run_dir: Path) -> list[Check]:
-    """Name the step around which five rollouts earned most, and the snapshot nearest to it, as information."""
+def describe_best_reward(metrics: list[dict[str, Any]], run_dir: Path) -> str:
+    """Name the step around which five rollouts earned most, and the snapshot nearest to it; "" for few rollouts."""
     rewards = [(row.get("step", 0), reward) for row in metrics if (reward := number(row, "reward")) is not None]
     snapshots = list_snapshots(run_dir / "checkpoints")
     if len(rewards) < FEW_LOSS_ROWS or not snapshots:
-        return []
+        return ""
     means = {rewards[n][0]: fmean(reward for _, reward in rewards[n - 2 : n + 3]) for n in range(2, len(rewards) - 2)}
     best, end = max(means, key=means.__getitem__), means[max(means)]
     nearest = snapshots[min(snapshots, key=lambda step: abs(step - best))]
-    figure = f"step {best}: {means[best]:.3g}, {end:.3g} at the end; nearest adapter {nearest}"
-    return [Check("best reward", figure, "nothing, for information", True)]
+    return f"; best around step {best}: {means[best]:.3g}, {end:.3g} at the end; nearest adapter {nearest}"
 
 
 def check_completions(run: RunHistory, flags: Sequence[Flag]) -> list[Check]:

@@ -40,7 +40,7 @@ def read_gpu_health(uuid: object) -> GpuHealth | None:
         return None
 
     def ask(name: str, *arguments: Any) -> Any:
-        with suppress(pynvml.NVMLError):
+        with suppress(pynvml.NVMLError, AttributeError):  # an older package lacks some functions
             return getattr(pynvml, f"nvmlDeviceGet{name}")(handle, *arguments)
         return None
 
@@ -54,7 +54,7 @@ def read_gpu_health(uuid: object) -> GpuHealth | None:
         power=ask("PowerUsage"),
         power_limit=ask("EnforcedPowerLimit"),
         clock=ask("ClockInfo", pynvml.NVML_CLOCK_SM),
-        slowdowns=tuple(name for name in SLOWDOWNS if reasons & getattr(pynvml, f"nvmlClocksEventReason{name}")),
+        slowdowns=tuple(name for name in SLOWDOWNS if reasons & getattr(pynvml, f"nvmlClocksEventReason{name}", 0)),
         ecc_errors=ask("TotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC),
         processes=used,
         others=sum(used[pid] for pid in others) if os.getpid() in used else None,
