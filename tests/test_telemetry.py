@@ -29,10 +29,12 @@ from cogumi.core.redact import REDACTED, RedactedStr, redact_text
 from cogumi.core.run_directory import read_json, read_jsonl, write_json
 from cogumi.health.flags import SampleCounts, read_samples
 from cogumi.models.completion import complete_with_ends
+from cogumi.stack.ranks import Ranks
 from cogumi.telemetry import heartbeat, recorder, throughput, trackers
 from cogumi.telemetry.heartbeat import Heartbeat, compare_rollouts
 from cogumi.telemetry.recorder import StepTimer, preserve_rng_and_mode, write_samples
 from cogumi.telemetry.throughput import Meter, document_lengths
+from cogumi.training import loop
 
 Config = dict[str, Any]
 TOKEN = "hf_" + "Qk7" * 12
@@ -629,7 +631,6 @@ def test_a_short_run_measures_as_many_held_out_rows_as_it_can_pay_for_and_says_s
         ),
         ({"save_strategy": "steps", "save_steps": 1000}, ""),
         ({"save_strategy": "epoch"}, ""),
-        ({"save_strategy": None, "save_steps": None}, ""),  # by time
     ],
 )
 def test_a_long_run_that_saves_nothing_on_the_way_is_warned_of(train: Config, says: str, sft: Config) -> None:
@@ -640,3 +641,23 @@ def test_a_long_run_that_saves_nothing_on_the_way_is_warned_of(train: Config, sa
     assert len(warnings) == bool(says)
     fix = "; set train.save_strategy: steps and train.save_steps: 20000"
     assert all(says in line and "WARNING" in line and line.endswith(fix) for line in warnings)
+
+
+@pytest.mark.parametrize("by_time", [True, False])
+def test_saves_by_time_are_saves(by_time: bool, sft: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's default of 500 steps, beyond this run, is not what saves it."""
+    monkeypatch.setattr(loop, "UNSAVED_SECONDS", 0.0)
+    saves = {"save_strategy": None, "save_steps": None} if by_time else {"save_strategy": "steps", "save_steps": 500}
+    sft["train"] |= {"max_steps": 300, **saves}
+    sft["cogumi"] |= {"compile": "off", "sanity": 5, "samples_every": 0}
+    log = (cogumi.train(sft).run_dir / "run.log").read_text()
+    assert ("writes no checkpoint" in log) != by_time
+
+
+def test_the_held_out_rows_of_a_short_run_are_spread_over_all(tmp_path: Path) -> None:
+    args = SimpleNamespace(max_steps=10, per_device_train_batch_size=4, gradient_accumulation_steps=2, world_size=1)
+    trainer = SimpleNamespace(args=args, eval_dataset=Dataset.from_dict({"row": range(100)}))
+    loop.limit_held_out(tmp_path, trainer, Ranks())
+    rows = trainer.eval_dataset["row"]
+    assert (len(rows), rows[0], rows[-1]) == (12, 0, 99)  # 5 % of three passes over 80 examples
+    assert read_json(tmp_path / "decisions.json")["held_out_loss"] == {"measured": 12, "held_out": 100}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import cogumi
 import cogumi.merge
-from cogumi.core.run_directory import append_jsonl, read_json, write_json
+from cogumi.core.run_directory import append_jsonl, read_json, read_jsonl, write_json
 from cogumi.health.flags import (
     BatchStatistics,
     Flag,
@@ -30,7 +30,6 @@ from cogumi.health.flags import (
 from cogumi.health.verdict import (
     Check,
     Verdict,
-    check_completions,
     check_reward,
     judge,
     judge_divergence,
@@ -40,7 +39,7 @@ from cogumi.merge.logits import LogitCheck
 from cogumi.notebook import panel
 from cogumi.notebook.panel import take_snapshot
 from cogumi.telemetry.status import format_screen, format_sentence, status_of
-from cogumi.training.finish import judge_logits
+from cogumi.training.finish import judge_logits, make_verdict
 
 SFT = RunSettings("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
 DPO = replace(SFT, method="dpo", loss="sigmoid")
@@ -403,6 +402,17 @@ def test_an_update_that_rounding_loses_is_told_beside_the_rounding(sft: dict[str
     assert f"FAIL {failed[0].name}: {fix}" in format_sentence(status_of(result.run_dir))
 
 
+def test_held_out_losses_of_both_parts_of_a_resumed_run_decide_on_the_update(sft: dict[str, Any]) -> None:
+    sft["train"] |= {"learning_rate": 1e-7, "max_steps": 8}
+    run_dir = cogumi.train(sft, cogumi__sanity=4).run_dir
+    result = cogumi.train(sft)
+    losses = [row["eval_loss"] for row in read_jsonl(run_dir / "metrics.jsonl") if "eval_loss" in row]
+    (flag,) = (flag for flag in result.verdict.flags if flag.name == "update size")
+    assert flag.level == "yellow"
+    assert flag.evidence.endswith(f"the held-out loss went from {losses[0]:.3f} to {losses[-1]:.3f}"), flag.evidence
+    assert len(losses) > 1
+
+
 def test_a_run_that_learns_to_write_nothing_says_so(sft: dict[str, Any]) -> None:
     """Middles of one or two characters: every second learned token is the end token, and the model learns that first."""
     sft["data"]["fim"]["middle_chars"] = [1, 2]
@@ -431,8 +441,11 @@ def test_a_model_that_writes_no_text_fails_whatever_its_loss(
     level: Level, counts: dict[str, int], passed: bool
 ) -> None:
     flag = Flag("held-out completions", level, "4 of 4 are blank", "it writes nothing", "train.learning_rate, lower")
-    checks = check_completions(RunHistory(SFT, [], [], written=[SampleCounts(20, 4, **counts)]), [flag])
-    assert [check.fix for check in checks] == [] if passed else ["it writes nothing: change train.learning_rate, lower"]
+    run = RunHistory(SFT, [], [], written=[SampleCounts(20, 4, **counts)])
+    sentinel = SimpleNamespace(flags=[flag], was_red={}, sanity=None, method="sft", run=lambda: run)
+    verdict = make_verdict(SimpleNamespace(sentinel=sentinel, ended=None, checks=[]))
+    fixes = [] if passed else ["it writes nothing: change train.learning_rate, lower"]
+    assert ([check.fix for check in verdict.checks], verdict.passed) == (fixes, passed)
 
 
 @pytest.mark.parametrize(

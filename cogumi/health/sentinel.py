@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from cogumi.checkpoints.callbacks import find_broken_weight
 from cogumi.checkpoints.manifest import read_manifest, versions
 from cogumi.config.schema import Thresholds
-from cogumi.core.run_directory import read_json, write_json
+from cogumi.core.run_directory import read_json, read_jsonl, write_json
 from cogumi.health.data_checks import examine_batches, measure_pairs
 from cogumi.health.flags import BatchStatistics, Flag, RunHistory, RunSettings, number, read_samples, red_flags
 from cogumi.health.rules import FIRST_FIGURES, PAIR_T, SETTLED_STEP, is_not_finite, token_frequencies
@@ -116,7 +116,10 @@ class Sentinel(TrainerCallback):
         for row in state.log_history:  # of the part before a resume
             if "loss" in row:
                 self.remember(dict(row))
-            self.remember_held_out(row)
+        if not self.held_out:  # of the part before a resume; the trainer forgets the one before its first step
+            for row in read_jsonl(self.path.with_name("metrics.jsonl")):
+                if row["step"] <= state.global_step:
+                    self.remember_held_out(row)
         self.judged_at = state.global_step
 
     def time_batches(self, get_batch_samples: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
