@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -200,8 +201,9 @@ def test_a_judge_command_scores_with_a_number_for_each_line(
     assert set(rows[0]) == {"prompt", "completion", "answer"}
 
 
+@pytest.mark.parametrize("ci", ["", "true"])  # with it, transformers propagates its warnings to the root logger
 def test_standard_output_has_the_table_alone_and_standard_error_a_line_a_stage(
-    finished_chat: FinishedRun, tmp_path: Path
+    ci: str, finished_chat: FinishedRun, tmp_path: Path
 ) -> None:
     more = Path(shutil.copytree(finished_chat.home / "merged", tmp_path / "more"))
     add_tensors(more, {"not_of_the_model.weight": torch.zeros(3)})  # of which transformers prints a table
@@ -215,7 +217,7 @@ def test_standard_output_has_the_table_alone_and_standard_error_a_line_a_stage(
         "--config",
         finished_chat.home / "config.yaml",
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env={**os.environ, "CI": ci})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("4 held-out prompts; ")
     stages = [line for line in done.stderr.splitlines() if "completes and scores 4 held-out prompts" in line]

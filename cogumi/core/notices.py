@@ -35,7 +35,8 @@ def quiet_libraries() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     with ExitStack() as undo:
-        for handler in logging.getLogger("transformers").handlers:
+        # Root's handlers as well: where the variable CI is set, transformers propagates its records.
+        for handler in (*logging.getLogger("transformers").handlers, *logging.root.handlers):
             handler.addFilter(is_useful)
             undo.callback(handler.removeFilter, is_useful)
         if datasets.is_progress_bar_enabled():
