@@ -166,6 +166,7 @@ class Protection:
             internals.forget_evaluation(self.trainer)
         with ExitStack() as held:
             point, finished = self.ranks.decide(lambda: self.prepare(held, resume_from_checkpoint))
+            self.saver.resumed_from = point
             if point is not None and not finished:
                 with loading(point, "its rollouts"):
                     load_rollouts(self.trainer, point)
@@ -281,7 +282,7 @@ class Protection:
         getattr(self.trainer, internals.LOAD_CHECKPOINT)(str(point))
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
-            self.original[internals.LOAD_BEST_MODEL]()
+            self.load_best_model()
         return TrainOutput(state.global_step, math.nan, {"train_runtime": 0.0, "epoch": state.epoch})
 
     def load_all_adapters(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
@@ -308,6 +309,12 @@ class Protection:
     def load_best_model(self) -> None:
         """Replace `trainer._load_best_model`: the best may be the one under way."""
         self.ranks.decide(self.saver.settle)
+        state = self.trainer.state
+        state.best_model_checkpoint = str(self.saver.locate_best())
+        if not Path(state.best_model_checkpoint).is_dir():  # Trainer would warn, and keep the last weights
+            self.saver.lost_best = Path(state.best_model_checkpoint).name
+            log.error("the best checkpoint, %s, is not there any more: the last weights stay", state.best_model_checkpoint)
+            return
         self.original[internals.LOAD_BEST_MODEL]()
 
 

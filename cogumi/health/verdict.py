@@ -166,6 +166,13 @@ class Verdict:
             "was_red": [{"step": step, **asdict(flag)} for step, flag in self.was_red],
         }
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Verdict":
+        checks, flags = (Check(**check) for check in values["checks"]), (Flag(**flag) for flag in values["flags"])
+        was_red = ((red["step"], Flag(**{key: red[key] for key in red if key != "step"})) for red in values["was_red"])
+        safe = values.get("safe_to_scale")
+        return cls(tuple(checks), tuple(flags), tuple(was_red), None if safe is None else Scale(safe))
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.checks))
 

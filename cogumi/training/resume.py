@@ -1,5 +1,6 @@
 """Checks of a run directory that may hold this run, unfinished."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,10 +9,20 @@ from typing import Any
 import yaml
 
 from cogumi.checkpoints.manifest import differences
+from cogumi.checkpoints.mirror import Mirror
 from cogumi.config.schema import CogumiSection, DataSection, RunConfig, Section, Thresholds, dump_config
 from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import is_empty, read_json, refuse_occupied, unwritable_error
+from cogumi.core.run_directory import (
+    FETCHING,
+    clear_fetched,
+    is_empty,
+    read_json,
+    refuse_occupied,
+    unwritable_error,
+)
+from cogumi.disk.callback import log_or_print
+from cogumi.telemetry.mirrored_run import RUN, fetch_files, fetch_finished, fetch_unfinished
 from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, NON_FINITE, SANITY_CHECKED, STOPPED
 from cogumi.telemetry.throughput import HEARTBEAT
 
@@ -74,6 +85,54 @@ def lock_run(run_dir: Path) -> Iterator[None]:
             problem, fix = "this run is under way in another process", "wait for it, or end that one"
             raise UsageError(problem, place=run_dir, fix=fix)
         yield
+
+
+def bring_back(run: RunConfig, mirror: Mirror) -> bool:
+    """Fetch this run from its mirror where this machine has none. Returns whether it is finished, and nothing is to be done.
+
+    Raises UsageError if the mirror holds a run of another configuration, or one that cannot be continued; then nothing
+    of it is left here.
+    """
+    run_dir, finished = run.run_dir, False
+    with mirror.place.reaching("cannot be listed"):
+        if not is_empty(run_dir) or not (checkpoints := mirror.place.tree()) | mirror.place.tree(re.compile(RUN)):
+            return False
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / FETCHING).touch()
+    except OSError as error:
+        raise unwritable_error(run_dir, error) from None
+    with lock_run(run_dir):
+        try:
+            with mirror.place.reaching("cannot be read"):
+                fetch_files(mirror.place, run_dir, ("config.yaml",))
+                if checkpoints:
+                    refuse_other_run(run, mirror)
+                finished = fetch_finished(mirror, run_dir)
+                is_there = finished or fetch_unfinished(mirror, run_dir)
+            if is_there:
+                refuse_other_run(run, mirror)
+                (run_dir / FETCHING).unlink()
+                state = "; it is finished already, and there is nothing to start" if finished else ""
+                log_or_print(f"{run_dir} is fetched from {mirror}{state}")
+        finally:
+            clear_fetched(run_dir)
+            if not any(run_dir.iterdir()):
+                run_dir.rmdir()
+    return finished
+
+
+def refuse_other_run(run: RunConfig, mirror: Mirror) -> None:
+    """Raise UsageError where the configuration that was fetched is not this one's, or the run must be a new one."""
+    if not (run.run_dir / "config.yaml").exists():
+        return
+    if other := describe_differences(run):
+        problem, fix = f"holds a run of another configuration ({other})", "or set these back to continue that one"
+    elif run.cogumi.resume == "never":
+        problem, fix = "holds this run already", "or drop cogumi.resume=never to continue it"
+    else:
+        return
+    raise UsageError(f"mirror {mirror} {problem}", fix=f"give this one its own mirror, {fix}")
 
 
 def describe_differences(run: RunConfig) -> str:
