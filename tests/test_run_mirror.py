@@ -3,7 +3,6 @@
 The machine is a process of its own; what it writes to moto's S3 server goes through a proxy, which also says when it is killed.
 """
 
-import json
 import os
 import random
 import shutil
@@ -16,7 +15,6 @@ from typing import Any
 import prepared_process
 import pytest
 import yaml
-from builders import as_gspo
 from mirror_server import Bucket, s3_server
 from test_training_unfinished import logged, the_same
 
@@ -117,5 +115,7 @@ def test_three_machines_destroyed_at_random_moments_cost_nothing(
     assert the_same(run_dir, whole), moments
     assert read_json(run_dir / "verdict.json")["passed"]
     there = bucket.files()
-    assert {"config.yaml", "metrics.jsonl", "report.html", "run.log", "verdict.json", "DONE", "status.json"} <= there["run"]
+    assert {"config.yaml", "metrics.jsonl", "report.html", "run.log", "verdict.json", "DONE", "status.json"} <= there[
+        "run"
+    ]
     assert "adapter_model.safetensors" in there["adapter"]

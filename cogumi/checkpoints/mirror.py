@@ -6,6 +6,8 @@ import logging
 import math
 import os
 import re
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +37,7 @@ from cogumi.checkpoints.manifest import (
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.durability import NO_SPACE, sha256_file, sync_path
 from cogumi.core.errors import UsageError, best_effort
-from cogumi.core.formatting import format_bytes
+from cogumi.core.formatting import format_bytes, format_command, is_command
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Mirror:
         if "@" in urlsplit(str(url)).netloc:
             fix = "keys belong into the environment, such as AWS_ACCESS_KEY_ID, or a profile"
             raise UsageError("the mirror's URL holds a login, which would be written into logs", fix=fix)
-        self.place = Store(str(url))
+        self.url, self.place = str(url), Store(str(url))
         self.changed = threading.Condition()
         self.waiting: Path | None = None
         self.under_way: Path | None = None
@@ -169,7 +171,7 @@ class Mirror:
         if checkpoint != self.best or step_of(checkpoint) == self.newest:
             self.reached, self.behind = step_of(checkpoint), int(self.waiting is not None)
             self.behind_since = self.waiting_since
-        if self.waiting is None and self.follows not in (None, checkpoint):
+        if self.waiting is None and self.follows != checkpoint:
             self.waiting = self.follows
 
     def mirror(self, checkpoint: Path) -> Exception | None:
@@ -186,9 +188,8 @@ class Mirror:
             tree = self.place.tree()
             older = [name for name in newest_first(tree) if step_of(Path(name)) < step_of(checkpoint)]
             complete = [name for name in older if MANIFEST_NAME in tree[name]]
-            best = self.best.name if self.best is not None else ""
-            is_there = self.best is None or MANIFEST_NAME in tree.get(best, {})
-            self.follows = None if is_there or not self.best.is_dir() else self.best
+            best = "" if self.best is None else self.best.name
+            self.follows = None if MANIFEST_NAME in tree.get(best, {}) else self.best
             for name in older if checkpoint.name != best or step_of(checkpoint) == self.newest else ():
                 if (name in complete[MAX_WHOLE - 1 :] and name != best) or is_unfinished(tree[name]):
                     self.place.remove(name, tree[name])
@@ -233,9 +234,16 @@ class Mirror:
             raise UsageError(
                 f"mirror {self}: none of its {len(damaged)} checkpoints can be resumed from "
                 f"({damaged[0]}), and {output_dir} holds none",
-                fix=f"put a good one there, or start over at step 0 with an empty mirror: cogumi.mirror={self}-2",
+                fix=f"put a good one there, or start over at step 0, on purpose and with an empty mirror: {self.restart()}",
             )
         return None
+
+    def restart(self) -> str:
+        """Return the command that trains from step 0, with a mirror beside this one; its override alone in a script."""
+        place, *query = self.url.partition("?")
+        mirror = f"cogumi.mirror={place}-2{''.join(query)}"
+        words = [word for word in sys.argv if not word.startswith("cogumi.mirror=")]
+        return format_command([*words, mirror]) if is_command(words[0]) else shlex.quote(mirror)
 
     def fetch_best(self, fetched: Path, tree: dict[str, Files]) -> None:
         """Download the best checkpoint of the training that a fetched one is of, where it is another one and not here."""

@@ -313,7 +313,9 @@ class Protection:
         state.best_model_checkpoint = str(self.saver.locate_best())
         if not Path(state.best_model_checkpoint).is_dir():  # Trainer would warn, and keep the last weights
             self.saver.lost_best = Path(state.best_model_checkpoint).name
-            log.error("the best checkpoint, %s, is not there any more: the last weights stay", state.best_model_checkpoint)
+            log.error(
+                "the best checkpoint, %s, is not there any more: the last weights stay", state.best_model_checkpoint
+            )
             return
         self.original[internals.LOAD_BEST_MODEL]()
 

@@ -63,15 +63,23 @@ def attach(run_dir: RunDir) -> None:
 
 def status(
     run_dirs: Annotated[
-        list[Path] | None,
-        Argument(metavar="[RUN_DIR]...", help="Runs, or directories of runs; by default runs/ and notebooks/runs/."),
+        list[str] | None,
+        Argument(
+            metavar="[RUN_DIR]...",
+            help="Runs, directories of runs, or mirrors (s3://...); by default runs/ and notebooks/runs/.",
+        ),
     ] = None,
     as_json: AsJson = False,
     watch: Annotated[bool, Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
 ) -> None:
     """Show the state of runs: one screen for one run, a line for each of several. Changes nothing."""
+    if run_dirs and all(map(is_mirror, run_dirs)):
+        if watch:
+            raise UsageError("--watch follows a run on its own machine", fix="drop it")
+        show_mirrors(run_dirs, as_json)
+        return
     if run_dirs:
-        paths = [path for directory in run_dirs for path in runs_in(directory)]
+        paths = [path for directory in run_dirs for path in runs_in(Path(directory))]
     else:
         paths = [path for place in PLACES for path in runs_below(Path(place))]
     if watch:
@@ -85,7 +93,7 @@ def status(
     if as_json:
         print_json([status.as_dict() for status in statuses])
         return
-    if run_dirs and len(run_dirs) == 1 and is_run(run_dirs[0]):
+    if run_dirs and len(run_dirs) == 1 and is_run(Path(run_dirs[0])):
         print_text(format_screen(statuses[0]))
         return
     if not statuses:
@@ -95,6 +103,28 @@ def status(
         cost = status.heartbeat.get("cost_so_far")
         parts = [format_sentence(status), flags and f"flags: {flags}", "" if cost is None else f"${cost:.2f}"]
         print_text("; ".join(filter(None, parts)))
+
+
+def is_mirror(place: str) -> bool:
+    """Tell a mirror from a directory of runs, of which one may be named as the directory in a mirror is."""
+    run_dir = Path(place, "run")
+    return "://" in place or (runs_below(Path(place)) == [run_dir] and not (run_dir / "checkpoints").exists())
+
+
+def show_mirrors(places: list[str], as_json: bool) -> None:
+    """Show runs by their mirrors, from which what tells their state is fetched."""
+    from cogumi.telemetry.mirrored_run import fetched_for_reading  # imported here: its libraries take half a second
+
+    shown = []
+    for place in places:
+        with fetched_for_reading(place) as run_dir:
+            status = status_of(run_dir)
+            shown.append({**status.as_dict(), "run_dir": place, "log": f"{place}/run/run.log"})
+            screen = format_screen(status).replace(relative_path(status.log), f"{place}/run/run.log")
+            if not as_json:
+                print_text(screen.replace(relative_path(str(run_dir)), place))
+    if as_json:
+        print_json(shown)
 
 
 def follow_screen(run: handle.Run, path: Path) -> None:

@@ -26,7 +26,9 @@ SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run
 SAMPLES_FILE = "samples.jsonl"  # completions of held-out prompts, before the training, on the way and at its end
 ROLLOUTS = "rollouts.jsonl"
 COMPARISON, COMPARED = "comparison.json", "comparison"  # with cogumi.compare_with, and the check of the verdict
-FETCHING = ".cogumi-fetching"  # marks a directory into which a run is just being fetched: what is in it is not a run yet
+FETCHING = (
+    ".cogumi-fetching"  # marks a directory into which a run is just being fetched: what is in it is not a run yet
+)
 # What somebody asks of a run under way, by putting a file there; and what says that it waits.
 CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
 # Start times use wall-clock time, which may be adjusted; PIDs are not reused that quickly.

@@ -47,7 +47,7 @@ SENT = (
     *("run.log", "metrics.json", "forgetting.json", COMPARISON, "verdict.json", "report.html", "DONE", "status.json"),
 )
 FINISHED = "finished"  # begins the states of a run that came to its end
-LOOK_SECONDS, SEND_SECONDS, HUB_SECONDS = 1.0, 30.0, 300.0  # each upload to the hub is a commit
+LOOK_SECONDS, SEND_SECONDS, HUB_SECONDS = 1.0, 30.0, 120.0  # each upload to the hub is a commit
 RETRY_SECONDS = 15.0
 ADAPTER_SECONDS = 3600.0  # for which the adapter is tried
 LARGE_BYTES = 10e6  # of a file that is sent less often than SEND_SECONDS, in proportion
@@ -92,7 +92,9 @@ class RunMirror:
             self.trouble = ""
         except Exception as error:  # noqa: BLE001  a filesystem may raise anything, and the training must not end by it
             if not self.trouble:
-                log.warning("the run's files do not reach %s, and are tried again (%s)", self.place.name, describe(error))
+                log.warning(
+                    "the run's files do not reach %s, and are tried again (%s)", self.place.name, describe(error)
+                )
             self.trouble = describe(error)
 
     def send_files(self, everything: bool) -> None:
