@@ -3,8 +3,12 @@
 The machine is a process of its own; what it writes to moto's S3 server goes through a proxy, which also says when it is killed.
 """
 
+import json
+import logging
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,11 +19,16 @@ from typing import Any
 import prepared_process
 import pytest
 import yaml
+from builders import as_gspo
 from mirror_server import Bucket, s3_server
-from test_training_unfinished import logged, the_same
+from test_training_unfinished import logged, stop_after, the_same
 
+import cogumi
+from cogumi.checkpoints.manifest import MANIFEST_NAME
+from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
 
+__all__ = ["stop_after"]  # a fixture
 Config = dict[str, Any]
 # A machine: the command line in a process group of its own, in a hurry.
 MACHINE = """
@@ -119,3 +128,199 @@ def test_three_machines_destroyed_at_random_moments_cost_nothing(
         "run"
     ]
     assert "adapter_model.safetensors" in there["adapter"]
+
+
+@pytest.mark.slow("dozens of runs")
+@pytest.mark.parametrize("method", ["sft", "gspo"])
+@pytest.mark.parametrize("chain", range(5))
+def test_machines_destroyed_behind_a_failing_server(
+    sft: Config,
+    method: str,
+    chain: int,
+    tmp_path: Path,
+    machine: Any,
+    bucket: Bucket,
+    train_once: Any,
+    tiny_model: Path,
+) -> None:
+    config = sft if method == "sft" else as_gspo(sft, save_steps=3)  # inside a rollout, which lasts four steps
+    whole = undisturbed(config, tmp_path, train_once, tiny_model, method)
+    chance = random.Random(chain)
+    faults: list[Any] = [(500, "InternalError"), (503, "SlowDown"), "cut"]
+    bucket.proxy.faults = lambda verb, path: chance.choice(faults) if chance.random() < 0.04 else None
+    moments = [random.randint(1, 150) for _ in range(3)]
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
+    run_dir, statuses = Path(config["cogumi"]["run_dir"]), []
+    for moment in [*moments, *(20 * [0])]:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        status, output = machine("train", "my.yaml", dies_at=moment)
+        statuses.append(status)
+        assert status in (0, 2, -signal.SIGKILL), f"{moments}: {output}"  # 2: the server failed as the run began
+        if status == 0:
+            break
+    assert statuses[-1] == 0
+    assert logged(run_dir) == logged(whole), moments
+    assert the_same(run_dir, whole), moments
+
+
+def test_a_run_that_is_finished_in_its_mirror_is_fetched_and_not_made_again(
+    sft: Config, tmp_path: Path, command_line: Any, bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, run_dir = tmp_path / "my.yaml", Path(sft["cogumi"]["run_dir"])
+    config.write_text(yaml.safe_dump(sft))
+    first = cogumi.train(config)
+    assert first.passed, str(first.verdict)
+    shutil.move(run_dir, kept := tmp_path / "first")
+    there = bucket.files()
+    assert {"config.yaml", "metrics.jsonl", "report.html", "run.log", "verdict.json", "DONE"} <= there["run"]
+    with pytest.raises(UsageError, match=r"another configuration \(train.learning_rate: 0.01 there, 0.02 here\)"):
+        cogumi.train(config, train__learning_rate=2e-2)
+    with pytest.raises(UsageError, match="holds this run already"):
+        cogumi.train(config, cogumi__resume="never")
+    assert not run_dir.exists()
+    caplog.set_level(logging.INFO, logger="cogumi")
+    result = cogumi.train(config)
+    assert "it is finished already, and there is nothing to start" in caplog.text
+    assert result.verdict.as_dict() == first.verdict.as_dict()
+    assert result.metrics == first.metrics
+    assert the_same(run_dir, kept)
+    assert not (run_dir / "checkpoints").exists()
+    assert bucket.files() == there
+    shutil.rmtree(run_dir)
+    status, output, _ = command_line("train", config)
+    assert status == 0
+    assert "finished, step 6/6" in output
+    shutil.rmtree(run_dir)
+    status, *_ = command_line("start", config)
+    assert status == 0
+    assert "is finished already in" in caplog.text
+    assert cogumi.attach(run_dir).status().passed
+
+
+def test_the_status_is_read_from_the_mirror(
+    sft: Config, stop_after: Any, command_line: Any, bucket: Bucket, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="holds no run"):
+        raise_from(command_line("status", bucket.url))
+    stop_after(5)
+    for place in (bucket.url, str(tmp_path / "mirror")):
+        with pytest.raises(RuntimeError, match="fell off"):
+            cogumi.train(sft, cogumi__mirror=place)
+        shutil.rmtree(sft["cogumi"]["run_dir"])
+        status, output, _ = command_line("status", place)
+        assert status == 0
+        assert output.startswith(f"{place}: failed, step 5/6")
+        assert "the card fell off the bus" in output
+        assert "the newest checkpoint is checkpoint-4; the same command resumes from it" in output
+        status, output, _ = command_line("status", "--json", place)
+        values = json.loads(output)[0]
+        assert (values["run_dir"], values["state"], values["checkpoint"]) == (place, "failed", "checkpoint-4")
+        assert values["heartbeat"]["step"] == 5
+
+
+def raise_from(answer: tuple[int, str, str]) -> None:
+    assert answer[0] == 2
+    raise UsageError(answer[2])
+
+
+def test_an_adapter_that_does_not_arrive_fails_the_run_and_is_made_again_elsewhere(
+    sft: Config, tmp_path: Path, machine: Any, bucket: Bucket, train_once: Any, tiny_model: Path
+) -> None:
+    whole = undisturbed(sft, tmp_path, train_once, tiny_model, "sft")
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(sft))
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    denied = lambda verb, path: (403, "AccessDenied") if verb == "PUT" and "/adapter/" in path else None  # noqa: E731
+    bucket.proxy.faults = denied
+    status, output = machine("train", "my.yaml", more="mirrored_run.ADAPTER_SECONDS = 0.5")
+    assert status == 1, output
+    assert "FAIL  mirrored adapter: it has not arrived: " in output
+    checks = read_json(run_dir / "verdict.json")["checks"]
+    assert [check["name"] for check in checks if not check["passed"]] == ["mirrored adapter"]
+    assert "DONE" not in bucket.files()["run"]
+    bucket.proxy.faults = lambda *_: None
+    shutil.rmtree(run_dir)
+    status, output = machine("train", "my.yaml")
+    assert status == 0, output
+    assert "nothing is left to train" in output
+    assert the_same(run_dir, whole)
+    assert logged(run_dir) == logged(whole)
+
+
+@pytest.mark.parametrize("how", ["moved", "destroyed"])
+def test_the_best_checkpoint_is_found_again(sft: Config, stop_after: Any, tmp_path: Path, how: str) -> None:
+    """The best is the worst here, so that it is not the last."""
+    sft["cogumi"] |= {"mirror": str(tmp_path / "mirror")}
+    sft["train"] |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    sft["train"] |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    whole = cogumi.train(sft, cogumi__run_dir=str(tmp_path / "whole"), cogumi__mirror=None)
+    stop_after(5)
+    with pytest.raises(RuntimeError, match="fell off"):
+        cogumi.train(sft)
+    stop_after(0)
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    elsewhere = tmp_path / "elsewhere"
+    if how == "moved":
+        shutil.move(run_dir, elsewhere)
+    else:
+        shutil.rmtree(run_dir)
+    result = cogumi.train(sft, cogumi__run_dir=str(elsewhere))
+    assert result.passed, str(result.verdict)
+    state = read_json(elsewhere / "checkpoints" / "checkpoint-6" / "trainer_state.json")
+    assert Path(state["best_model_checkpoint"]).name == "checkpoint-2"
+    assert the_same(elsewhere, whole.run_dir)
+    names = {path.name for path in (tmp_path / "mirror").iterdir()}
+    assert names == {"checkpoint-2", "checkpoint-4", "checkpoint-6", "run", "adapter"}
+
+
+def test_a_best_checkpoint_that_is_gone_fails_a_check(sft: Config, stop_after: Any, tmp_path: Path) -> None:
+    sft["train"] |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    sft["train"] |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    sft["cogumi"] |= {"mirror": None}
+    stop_after(5)
+    with pytest.raises(RuntimeError, match="fell off"):
+        cogumi.train(sft)
+    stop_after(0)
+    shutil.rmtree(Path(sft["cogumi"]["run_dir"]) / "checkpoints" / "checkpoint-2")
+    result = cogumi.train(sft)
+    assert [check.name for check in result.verdict.checks if not check.passed] == ["best checkpoint"]
+
+
+def test_where_all_is_damaged_the_command_in_the_message_starts_over(
+    sft: Config, stop_after: Any, tmp_path: Path, command_line: Any
+) -> None:
+    sft["cogumi"] |= {"mirror": str(tmp_path / "mirror")}
+    config = tmp_path / "my.yaml"
+    config.write_text(yaml.safe_dump(sft))
+    stop_after(5)
+    with pytest.raises(RuntimeError, match="fell off"):
+        cogumi.train(config)
+    stop_after(0)
+    shutil.rmtree(run_dir := Path(sft["cogumi"]["run_dir"]))
+    for manifest in (tmp_path / "mirror").glob(f"checkpoint-*/{MANIFEST_NAME}"):
+        manifest.write_text("{}")
+    status, _, error = command_line("train", config)
+    assert status == 2
+    assert "none of its 2 checkpoints can be resumed from" in error
+    assert not run_dir.exists()
+    typed = re.search(r"start over at step 0, on purpose and with an empty mirror: cogumi (.*)", error)
+    assert typed is not None, error
+    status, output, error = command_line(*shlex.split(typed[1]))
+    assert status == 0, error
+    assert "finished, step 6/6" in output
+
+
+def test_a_fetch_that_was_interrupted_is_made_again(sft: Config, stop_after: Any, tmp_path: Path) -> None:
+    from cogumi.core.run_directory import FETCHING
+
+    sft["cogumi"] |= {"mirror": str(tmp_path / "mirror")}
+    stop_after(5)
+    with pytest.raises(RuntimeError, match="fell off"):
+        cogumi.train(sft)
+    stop_after(0)
+    run_dir = Path(sft["cogumi"]["run_dir"])
+    (run_dir / FETCHING).touch()  # with all that a fetch may have brought, and no more to be trusted
+    (run_dir / "config.yaml").write_text("half of")
+    (run_dir / "checkpoints" / "checkpoint-4" / "optimizer.pt").write_bytes(b"half of")
+    result = cogumi.train(sft)
+    assert result.passed, str(result.verdict)
+    assert not (run_dir / FETCHING).exists()

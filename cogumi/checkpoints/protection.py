@@ -281,8 +281,9 @@ class Protection:
         log_or_print(f"{point} is the end of this training: its weights are loaded, and nothing is left to train")
         getattr(self.trainer, internals.LOAD_CHECKPOINT)(str(point))
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
+        self.saver.find_best()
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
-            self.load_best_model()
+            self.original[internals.LOAD_BEST_MODEL]()
         return TrainOutput(state.global_step, math.nan, {"train_runtime": 0.0, "epoch": state.epoch})
 
     def load_all_adapters(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
@@ -309,14 +310,6 @@ class Protection:
     def load_best_model(self) -> None:
         """Replace `trainer._load_best_model`: the best may be the one under way."""
         self.ranks.decide(self.saver.settle)
-        state = self.trainer.state
-        state.best_model_checkpoint = str(self.saver.locate_best())
-        if not Path(state.best_model_checkpoint).is_dir():  # Trainer would warn, and keep the last weights
-            self.saver.lost_best = Path(state.best_model_checkpoint).name
-            log.error(
-                "the best checkpoint, %s, is not there any more: the last weights stay", state.best_model_checkpoint
-            )
-            return
         self.original[internals.LOAD_BEST_MODEL]()
 
 

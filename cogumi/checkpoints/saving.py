@@ -278,15 +278,24 @@ class Saver:
 
     def kept_checkpoints(self) -> tuple[Path | None, frozenset[Path]]:
         """Return (the best checkpoint, pinned ones), which stay however old they are."""
+        best = self.trainer.state.best_model_checkpoint
         pinned = [] if self.resumed_from is None else [self.resumed_from]
-        return self.locate_best(), frozenset(pinned)
+        return Path(best) if best else None, frozenset(pinned)
 
-    def locate_best(self) -> Path | None:
-        """Return the best checkpoint, beside the one resumed from: its recorded path is another one where the run was moved."""
-        best, beside = self.trainer.state.best_model_checkpoint, self.resumed_from
-        if best and beside is not None and (beside.parent / Path(best).name).is_dir():
-            return beside.parent / Path(best).name
-        return Path(best) if best else None
+    def find_best(self) -> None:
+        """Look for the best checkpoint beside the one resumed from: where a run was moved, its recorded path is dead.
+
+        Trainer ignores such a path, and takes the last weights for the best.
+        """
+        if self.resumed_from is None:
+            return
+        state = json.loads((self.resumed_from / "trainer_state.json").read_text(encoding="utf-8"))
+        if recorded := state["best_model_checkpoint"]:
+            best = self.resumed_from.parent / Path(recorded).name
+            self.lost_best = "" if best.is_dir() or Path(recorded).is_dir() else best.name
+            self.trainer.state.best_model_checkpoint = (
+                str(best) if best.is_dir() else None if self.lost_best else recorded
+            )
 
     def prune_for_room(self, output_dir: Path) -> bool:
         """Leave the newest that verifies, the best, and the one resumed from; if all stay, remove the oldest alone.

@@ -332,7 +332,9 @@ def fit(
             if ranks.leads:
                 with recorder.stage_inside(heart, "disk forecast", ""):
                     log_disk_forecast(run, trainer)
-            trainer.train()
+            summary = trainer.train().metrics
+            if not any("train_runtime" in row for row in read_jsonl(run_dir / "metrics.jsonl")):  # it trained no step
+                trainer.log(summary)
         except (ValueError, ImportError, UsageError) as error:
             if trainer.state.global_step > 0:
                 raise
@@ -363,7 +365,8 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
         recorder.truncate_metrics(run_dir, state)
         metrics = read_jsonl(run_dir / "metrics.jsonl")
     checks += attempt("steps", judge_training, metrics, state.global_step, state.max_steps, fitted.ended is not None)
-    if lost := trainer.cogumi_protection.saver.lost_best:
+    lost = trainer.cogumi_protection.saver.lost_best
+    if lost and trainer.args.load_best_model_at_end and not state.best_model_checkpoint:
         figure, fix = f"{lost} is not there any more, and the last weights stay", "take an earlier one of checkpoints/"
         checks.append(Check("best checkpoint", figure, "loaded at the end (train.load_best_model_at_end)", False, fix))
     checks += attempt("weights", judge_moved, trainer.model, fitted.sentinel.start, options.tuning)
