@@ -310,17 +310,48 @@ def test_where_all_is_damaged_the_command_in_the_message_starts_over(
 
 
 def test_a_fetch_that_was_interrupted_is_made_again(sft: Config, stop_after: Any, tmp_path: Path) -> None:
-    from cogumi.core.run_directory import FETCHING
-
     sft["cogumi"] |= {"mirror": str(tmp_path / "mirror")}
     stop_after(5)
     with pytest.raises(RuntimeError, match="fell off"):
         cogumi.train(sft)
     stop_after(0)
     run_dir = Path(sft["cogumi"]["run_dir"])
-    (run_dir / FETCHING).touch()  # with all that a fetch may have brought, and no more to be trusted
-    (run_dir / "config.yaml").write_text("half of")
-    (run_dir / "checkpoints" / "checkpoint-4" / "optimizer.pt").write_bytes(b"half of")
+    run_dir.rename(fetched := run_dir.with_name(f".{run_dir.name}-fetched"))
+    (fetched / "checkpoints" / "checkpoint-4" / "optimizer.pt").write_bytes(b"half of")
     result = cogumi.train(sft)
     assert result.passed, str(result.verdict)
-    assert not (run_dir / FETCHING).exists()
+    assert not fetched.exists()
+
+
+def test_a_mirror_of_an_older_cogumi_is_continued(
+    sft: Config, stop_after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_once: Any, tiny_model: Path
+) -> None:
+    from cogumi.training import loop
+
+    whole = undisturbed(sft, tmp_path, train_once, tiny_model, "sft")
+    sft["cogumi"] |= {"mirror": str(tmp_path / "mirror")}
+    stop_after(5)
+    with monkeypatch.context() as older:
+        older.setattr(loop, "pack_run", lambda *_: None)
+        with pytest.raises(RuntimeError, match="fell off"):
+            cogumi.train(sft)
+    stop_after(0)
+    shutil.rmtree(tmp_path / "mirror" / "run")
+    shutil.rmtree(run_dir := Path(sft["cogumi"]["run_dir"]))
+    result = cogumi.train(sft)
+    assert result.passed, str(result.verdict)
+    assert the_same(run_dir, whole)
+
+
+@pytest.mark.parametrize("part", ["adapter_model.safetensors", MANIFEST_NAME])
+def test_a_finished_run_whose_adapter_is_damaged_makes_it_again(sft: Config, tmp_path: Path, part: str) -> None:
+    sft["cogumi"] |= {"mirror": str(tmp_path / "mirror")}
+    first = cogumi.train(sft)
+    shutil.move(first.run_dir, kept := tmp_path / "first")
+    damaged = tmp_path / "mirror" / "adapter" / part
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    result = cogumi.train(sft)
+    assert result.passed, str(result.verdict)
+    assert the_same(result.run_dir, kept)
+    assert logged(result.run_dir) == logged(kept)
+    assert (tmp_path / "mirror" / "adapter" / part).read_bytes()[-1:] != b"x"

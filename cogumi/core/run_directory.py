@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -26,9 +25,6 @@ SETTINGS = "settings"  # of decisions.json: what was chosen, which a resumed run
 SAMPLES_FILE = "samples.jsonl"  # completions of held-out prompts, before the training, on the way and at its end
 ROLLOUTS = "rollouts.jsonl"
 COMPARISON, COMPARED = "comparison.json", "comparison"  # with cogumi.compare_with, and the check of the verdict
-FETCHING = (
-    ".cogumi-fetching"  # marks a directory into which a run is just being fetched: what is in it is not a run yet
-)
 # What somebody asks of a run under way, by putting a file there; and what says that it waits.
 CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
 # Start times use wall-clock time, which may be adjusted; PIDs are not reused that quickly.
@@ -41,7 +37,6 @@ def create_run_dir(path: Path) -> Path:
     try:
         refuse_occupied(path)
         path.mkdir(parents=True, exist_ok=True)
-        clear_fetched(path)
         # Created by one process only: of two that start at once, the second is told.
         os.close(os.open(path / "status.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         write_atomic(path / "status.json", json.dumps({"state": "starting", "time": time.time(), **this_process()}))
@@ -64,19 +59,7 @@ def is_empty(path: Path) -> bool:
     """Tell whether the directory is missing, empty, or only has the files of a detached start. Raises UsageError for a file."""
     if os.path.lexists(path) and not path.is_dir():
         raise UsageError(f"{path} is a file, not a directory", fix="set cogumi.run_dir to a new directory")
-    if not path.is_dir() or (path / FETCHING).exists():
-        return True
-    return all(entry.name in (CONSOLE, START) for entry in path.iterdir())
-
-
-def clear_fetched(path: Path) -> None:
-    """Remove what an interrupted fetch has left in a run directory; the mark goes last."""
-    if not (path / FETCHING).exists():
-        return
-    for entry in path.iterdir():
-        if entry.name not in (CONSOLE, START, FETCHING):
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    (path / FETCHING).unlink()
+    return not path.is_dir() or all(entry.name in (CONSOLE, START) for entry in path.iterdir())
 
 
 def refuse_occupied(path: Path) -> None:

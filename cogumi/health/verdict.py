@@ -31,13 +31,7 @@ from cogumi.rl.watch import RECORD
 
 log = logging.getLogger("cogumi")
 RAISED = "it raised "  # how the evidence of a flag begins that is a failed check
-COSTS_TIME = {
-    "GPU",
-    "mirror",
-    "waiting for data",
-    "clip fraction",
-    "gradient clipping",
-}  # they say nothing of what is learned
+COSTS_TIME = {"GPU", "mirror", "waiting for data", "clip fraction", "gradient clipping"}  # not what is learned
 
 
 class Scale(StrEnum):

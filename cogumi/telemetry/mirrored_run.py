@@ -71,16 +71,12 @@ class RunMirror:
         """Send twice a minute, and at once what is final, until the run is over. Runs in the thread."""
         due = 0.0
         while not self.over.wait(LOOK_SECONDS):
-            is_urgent = not self.trouble and (self.adapter is not None or self.has_ended())
-            if is_urgent or time.monotonic() >= due:
+            status = self.run_dir / "status.json"
+            is_final = read_json_or_empty(status).get("state", AT_WORK[0]) not in AT_WORK
+            is_urgent = self.adapter is not None or (is_final and signature(status) != self.sent.get(status.name))
+            if time.monotonic() >= due or (is_urgent and not self.trouble):
                 self.send()
                 due = time.monotonic() + (RETRY_SECONDS if self.trouble else self.interval)
-
-    def has_ended(self) -> bool:
-        """Tell whether the run's state is final, and not sent yet."""
-        path = self.run_dir / "status.json"
-        is_final = read_json_or_empty(path).get("state", AT_WORK[0]) not in AT_WORK
-        return is_final and signature(path) != self.sent.get(path.name)
 
     def send(self, everything: bool = False) -> None:
         try:
@@ -92,9 +88,7 @@ class RunMirror:
             self.trouble = ""
         except Exception as error:  # noqa: BLE001  a filesystem may raise anything, and the training must not end by it
             if not self.trouble:
-                log.warning(
-                    "the run's files do not reach %s, and are tried again (%s)", self.place.name, describe(error)
-                )
+                log.warning("the run does not reach %s, and is tried again (%s)", self.place.name, describe(error))
             self.trouble = describe(error)
 
     def send_files(self, everything: bool) -> None:
@@ -208,22 +202,17 @@ def fetch_finished(mirror: Mirror, run_dir: Path) -> bool:
     if not status["state"].startswith(FINISHED) or MIRRORED_ADAPTER in missed:
         return False
     try:
-        if ADAPTER in parts:
-            fetch_adapter(mirror, run_dir / ADAPTER, parts[ADAPTER])
+        files = mirror.manifest_there(ADAPTER, parts[ADAPTER]).files if ADAPTER in parts else {}
+        for name, entry in files.items():
+            place.fs.get_file(f"{place.root}/{ADAPTER}/{name}", str(run_dir / ADAPTER / name))
+            if sha256_file(run_dir / ADAPTER / name) != entry.sha256:
+                raise CheckpointDamaged(f"{ADAPTER}/{name} has other bytes than were sent (its sha256 differs)")
     except CheckpointDamaged as damage:
         log.warning("the adapter of the finished run in %s is made again: %s", mirror, damage)
         remove_if_there(run_dir / ADAPTER)
         return False
     fetch_files(place, run_dir, SENT)
     return True
-
-
-def fetch_adapter(mirror: Mirror, adapter: Path, files: dict[str, int]) -> None:
-    """Download an adapter. Raises CheckpointDamaged if it is not what was sent."""
-    for name, entry in mirror.manifest_there(ADAPTER, files).files.items():
-        mirror.place.fs.get_file(f"{mirror.place.root}/{ADAPTER}/{name}", str(adapter / name))
-        if sha256_file(adapter / name) != entry.sha256:
-            raise CheckpointDamaged(f"{ADAPTER}/{name} has other bytes than were sent (its sha256 differs)")
 
 
 def fetch_files(place: Store, into: Path, names: tuple[str, ...] = SENT) -> None:
