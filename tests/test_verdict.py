@@ -39,6 +39,7 @@ from cogumi.merge.logits import LogitCheck
 from cogumi.notebook import panel
 from cogumi.notebook.panel import take_snapshot
 from cogumi.telemetry.status import format_screen, format_sentence, status_of
+from cogumi.training import finish
 from cogumi.training.finish import judge_logits, make_verdict
 
 SFT = RunSettings("sft", 2e-4, max_steps=200, examples_per_step=16, vocabulary=1024)
@@ -337,6 +338,30 @@ def test_an_update_that_bfloat16_would_lose_is_merged_in_float32(
     assert ("written in float32 (" in log) is bool(words)
     assert words in log
     assert cogumi.merge.check_merged(result.merged, progress=False).elements == manifest["elements"]
+
+
+def test_a_float32_merge_of_a_bfloat16_training_is_judged_in_both_dtypes(
+    sft: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding in bfloat16 moves the scale of an update by more than a wrong one may be off, so it is no witness of it."""
+    sft["model"]["dtype"], save = "bfloat16", finish.save_adapter
+    options = {"train__max_steps": 8, "train__learning_rate": 5e-3, "cogumi__merge": True}
+    options |= {"cogumi__merge_dtype": "float32", "lora__lora_alpha": 32}
+    good = cogumi.train(sft, **options, cogumi__run_dir=f"{sft['cogumi']['run_dir']}-good")
+    figures = {check.name: check.figure for check in good.verdict.checks}
+    assert good.passed, figures
+    assert figures["saved adapter"].startswith("rms 0.00e+00 from the live model's logits, 1.000 times as far")
+    assert "(it was trained on bfloat16)" in figures["merged logits"]
+
+    def weaken(*arguments: Any) -> Path:
+        adapter: Path = save(*arguments)
+        config = read_json(adapter / "adapter_config.json")
+        write_json(adapter / "adapter_config.json", config | {"lora_alpha": config["lora_alpha"] * 0.95})
+        return adapter
+
+    monkeypatch.setattr(finish, "save_adapter", weaken)
+    failed = [check for check in cogumi.train(sft, **options).verdict.checks if not check.passed]
+    assert [check.name for check in failed] == ["saved adapter"]
 
 
 @pytest.mark.parametrize(

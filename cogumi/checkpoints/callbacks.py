@@ -1,7 +1,8 @@
 """Callbacks that `protect` adds to a trainer: a check for non-finite numbers, signals, and signs of life for the watchdog.
 
-From the end of a step to the optimizer of the next no weight changes: a signal inside a step saves the last finished one. The
-rest of a checkpoint is remembered when a step ends. Several processes cannot agree within a step: they stop after it.
+From the end of a step to the optimizer of the next no weight changes: a signal inside a step, and memory that runs out there,
+save the last finished one. The rest of a checkpoint is remembered when a step ends. Several processes cannot agree within a step:
+they stop after it.
 """
 
 import logging
@@ -80,6 +81,12 @@ class Watch(TrainerCallback):
             original(**arguments)
         except StepInterrupted:
             self.end(arguments["trial"])
+        except torch.OutOfMemoryError:
+            if (
+                self.preemption.interruptible and not self.trainer.args.auto_find_batch_size
+            ):  # which starts over by itself
+                self.end(arguments["trial"])
+            raise
         finally:
             self.preemption.interruptible = False
 

@@ -375,15 +375,26 @@ def save_rollouts(trainer: Any, directory: Path) -> None:
     if internals.makes_rollouts(trainer):
         step, rollouts = internals.rollout_position(trainer)
         used_up = step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
-        torch.save({"step": step, "rollouts": None if used_up else rollouts}, directory / state_name(trainer))
+        values = {
+            "step": step,
+            "rollouts": None if used_up else rollouts,
+            "micro_batches": trainer.args.steps_per_generation,
+        }
+        torch.save(values, directory / state_name(trainer))
 
 
 def load_rollouts(trainer: Any, directory: Path) -> None:
     """Restore TRL's position, before `trainer.train` begins. Without it, TRL generates anew."""
     path = directory / state_name(trainer)
     if internals.makes_rollouts(trainer) and path.is_file():
-        values = torch.load(path, map_location=trainer.args.device, weights_only=True)
-        internals.set_rollout_position(trainer, values["step"], values["rollouts"])
+        values, count = (
+            torch.load(path, map_location=trainer.args.device, weights_only=True),
+            trainer.args.steps_per_generation,
+        )
+        parts, rollouts = count // values.get("micro_batches", count), values["rollouts"]
+        if rollouts is not None and parts > 1:  # since then the micro-batches were made smaller
+            rollouts = [part for batch in rollouts for part in internals.split_rollout(batch, parts)]
+        internals.set_rollout_position(trainer, values["step"] * parts, rollouts)
 
 
 @contextmanager

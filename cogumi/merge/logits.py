@@ -263,11 +263,27 @@ def record_directory(
     adapters: Sequence[tuple[Path, float]], base: Path, merged: Path, input_ids: torch.Tensor, loader: Loader
 ) -> Reference:
     """Load a base with its adapters and run it. Raises NotCompared. merged: what they became, for size and vocabulary."""
+    with adapted(adapters, base, merged, input_ids, loader) as model:
+        return record_logits(model, input_ids)
+
+
+def compare_adapters(
+    reference: Reference, adapters: Sequence[tuple[Path, float]], base: Path, merged: Path, loader: Loader
+) -> LogitCheck:
+    """Load a base with its adapters and compare it with what was recorded in the same dtype. Raises NotCompared."""
+    with adapted(adapters, base, merged, reference.input_ids, loader) as model:
+        return compare_logits(reference, model, loader.dtype)
+
+
+@contextmanager
+def adapted(
+    adapters: Sequence[tuple[Path, float]], base: Path, merged: Path, input_ids: torch.Tensor, loader: Loader
+) -> Iterator[Any]:
     from transformers import AutoConfig
 
     vocabulary = AutoConfig.from_pretrained(merged).get_text_config().vocab_size
     with loaded(base, loader, merged, input_ids.numel() * vocabulary) as model:
-        return record_logits(adapted_model(adapters, model, vocabulary), input_ids)
+        yield adapted_model(adapters, model, vocabulary)
 
 
 def compare_directory(reference: Reference, merged: Path, loader: Loader, kept: float | None = None) -> LogitCheck:
@@ -366,6 +382,7 @@ def adapted_model(adapters: Sequence[tuple[Path, float]], model: Any, vocabulary
             live = PeftModel.from_pretrained(model, path, adapter_name=name, low_cpu_mem_usage=True)
         else:
             live.load_adapter(path, adapter_name=name, low_cpu_mem_usage=True)
+        live.load_adapter(path, adapter_name=name)  # low memory has rounded it to the base's dtype
     live.base_model.set_adapter(list(weights))
     for module in live.modules():
         if isinstance(module, LoraLayer):

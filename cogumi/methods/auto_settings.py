@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cogumi.config.presets import CORRECTION
+from cogumi.config.presets import CORRECTION, OURS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import format_memory
@@ -299,7 +299,7 @@ def apply_choices(run: RunConfig, base: RunBase, decide: Decide = choose) -> Run
     begun = read_section(place, SETTINGS)
     if begun != {}:  # a list, empty where nothing was left open
         choices = [Choice(entry["key"], entry["value"], "as when the run began") for entry in begun]
-        choices = [choice for choice in choices if is_open(run, choice.key)]
+        choices = [choice for choice in choices if choice.key == MICRO_BATCH or is_open(run, choice.key)]
     else:
         choices = decide(run, Machine.here(run), load_of(run, base))
         write_section(place, SETTINGS, [asdict(entry) for entry in choices])
@@ -318,12 +318,41 @@ def with_values(run: RunConfig, choices: list[Choice]) -> RunConfig:
         if choice.key == MICRO_BATCH:
             step = math.prod(batch_of(run))
             size = math.gcd(choice.value, step)  # a run may resume with another number of processes
+            if steps := run.train.get("steps_per_generation"):
+                run.train["steps_per_generation"] = steps * batch_of(run)[0] // size
             run.train |= {name: size, "gradient_accumulation_steps": step // size}
         elif section in ("model", "cogumi"):
             setattr(getattr(run, section), name, choice.value)
         else:
             run.train[name] = choice.value
     return run
+
+
+def halve_micro_batch(run: RunConfig, config: Any) -> RunConfig | None:
+    """Return the run with half the micro-batch and the same optimizer step, which a resumed run keeps; None if there is none.
+
+    run: with its choices made. config: the base's.
+    """
+    place, planned = run.run_dir / DECISIONS, read_section(run.run_dir / DECISIONS, gspo.BATCH)
+    batch = planned.get("per_device_train_batch_size") or batch_of(run)[0]
+    size = next((size for size in range(batch // 2, 0, -1) if batch % size == 0), None)
+    is_same = run.cogumi.method != "gspo" or run.train.get("loss_type", "gspo") in (*OURS, "grpo", "dapo")
+    if size is None or not is_same or run.train.get("use_vllm") or not is_same_when_split(run, config):
+        return None
+    reason = f"memory ran out at a step in micro-batches of {batch}"
+    log.warning(
+        "%s: the run goes on from its last finished step in micro-batches of %d, the same step to rounding",
+        reason,
+        size,
+    )
+    if planned:
+        parts = {key: planned[key] * (batch // size) for key in ("gradient_accumulation_steps", "steps_per_generation")}
+        write_section(place, gspo.BATCH, planned | parts | {"per_device_train_batch_size": size})
+        return run
+    choice = Choice(MICRO_BATCH, size, reason)
+    kept = [entry for entry in read_section(place, SETTINGS) if entry["key"] != MICRO_BATCH]
+    write_section(place, SETTINGS, [*kept, asdict(choice)])
+    return with_values(run, [choice])
 
 
 def set_allocator(run: RunConfig) -> list[Choice]:

@@ -138,6 +138,14 @@ def set_rollout_position(trainer: Any, micro_batches: int, rollout: Any) -> None
     trainer._step, trainer._buffered_inputs = micro_batches, rollout
 
 
+def split_rollout(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
+    """Cut a micro-batch of a rollout into smaller ones, as TRL cuts rollouts."""
+    from trl.trainer.utils import split_tensor_dict
+
+    cut: list[dict[str, Any]] = split_tensor_dict(batch, parts)
+    return cut
+
+
 def unlogged(trainer: Any) -> dict[str, Any]:
     """Return the step of the last logged row, the sum of the losses since, and TRL's metrics since."""
     metrics = {name: list(values) for name, values in getattr(trainer, "_metrics", {}).get("train", {}).items()}

@@ -245,16 +245,21 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
     config = AutoConfig.from_pretrained(report.out)
     dtype = torch.float32 if report.dtype == "float32" else live.dtype  # 16 bits would round it after all
     loader = logits.Loader(auto_class(config), dtype, live.device)
+    base, checks = directory_of(report.base, revision), []
     reference, beside = live.reference, "the live adapter's"
-    if reference is not None:
-        check = logits.compare_directory(reference, report.out, loader, report.delta_retained)
-    if reference is None or (check.passed and check.scale_bound is None and dtype != live.dtype):
-        # Quantized, or so coarse that rounding hides the adapter.
-        base, on = directory_of(report.base, revision), live.trained_on or str(live.dtype).removeprefix("torch.")
+    if reference is not None and dtype != live.dtype:
+        # Computing in 16 bits moves the update's scale by more than SCALE_ERROR: what was saved is compared with the live
+        # model in the live model's dtype, and the merge with what was saved in its own.
+        saved = logits.compare_adapters(
+            reference, [(adapter, 1.0)], base, report.out, replace(loader, dtype=live.dtype)
+        )
+        checks, reference = [judge_saved_adapter(saved)], None
+    if reference is None:
+        on = live.trained_on or str(live.dtype).removeprefix("torch.")
         reference = logits.record_directory([(adapter, 1.0)], base, report.out, live.tokens, loader)
         beside = f"those of the adapter on the full-precision base (it was trained on {on})"
-        check = logits.compare_directory(reference, report.out, loader, report.delta_retained)
-    checks = judge_logits(check, f"{beside}, on {live.tokens.numel()} tokens", report, live.again)
+    check = logits.compare_directory(reference, report.out, loader, report.delta_retained)
+    checks += judge_logits(check, f"{beside}, on {live.tokens.numel()} tokens", report, live.again)
     if type(meta_model(config).config) is type(config):
         return checks
     tower_loader = replace(loader, kind=AutoModelForImageTextToText)
@@ -262,6 +267,15 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
     figure = f"rms {towers.measured:.2e} between {config.architectures[0]} and {beside}"
     fix = "load the merged model with AutoModelForCausalLM"
     return [*checks, Check("merged logits with the towers", figure, f"<= {towers.bound:.2e}", towers.passed, fix)]
+
+
+def judge_saved_adapter(check: LogitCheck) -> Check:
+    """Check that the saved adapter on the base moves the logits as the live model did, in the same dtype."""
+    figure, bounds = f"rms {check.measured:.2e} from the live model's logits", f"<= {check.bound:.2e}"
+    if check.scale_bound is not None:
+        figure += f", {check.base_distance / check.live_distance:.3f} times as far from the base"
+        bounds += f", 1 +- {check.scale_bound:.3f}"
+    return Check("saved adapter", figure, bounds, check.passed, "merge the adapter of the last checkpoint")
 
 
 def judge_logits(check: LogitCheck, beside: str, report: MergeReport, again: str) -> list[Check]:

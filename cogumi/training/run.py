@@ -73,6 +73,7 @@ from cogumi.training.parallel import Followers, follow, gather_trained, processe
 from cogumi.training.resume import bring_back, is_resuming, lock_run, refuse_spent
 
 log = logging.getLogger("cogumi")
+MAX_HALVINGS = 2  # of the micro-batch, where memory runs out at a step
 LOGIT_ROWS = 4  # examples on which the merged model's logits are compared
 
 
@@ -140,10 +141,8 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
             finish.fetch_into(run_dir, download)
         if prepared.original is not None:
             prove_original(base.name, base.revision, prepared.original)
-        trained = train_and_save(run, requested_revision, prepared, followers, heart)
-        gc.collect()  # model, trainer and optimizer refer to each other, and the merge needs their memory
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        trained = train_in_memory(run, requested_revision, prepared, followers, heart)
+        free_memory()  # the merge needs it
         merged = trained.merged
         if mirror is not None:
             mirror.adapter = trained.adapter
@@ -327,6 +326,29 @@ class Trained:
     adapter: Path | None
     merged: Path | None
     live: finish.LiveModel | None
+
+
+def train_in_memory(
+    run: RunConfig, revision: str | None, prepared: Prepared, followers: Followers, heart: Heartbeat
+) -> Trained:
+    """`train_and_save`; where memory runs out at a step, up to MAX_HALVINGS times more with half the micro-batch."""
+    for _ in range(MAX_HALVINGS if followers.ranks.count == 1 else 0):
+        try:
+            return train_and_save(run, revision, prepared, followers, heart)
+        except torch.OutOfMemoryError:
+            step, steps = heart.progress.step, heart.progress.steps
+            at_step = steps is not None and step < steps
+            if not at_step or (halved := auto_settings.halve_micro_batch(run, prepared.base.config)) is None:
+                raise
+            run = halved
+        free_memory()
+    return train_and_save(run, revision, prepared, followers, heart)
+
+
+def free_memory() -> None:
+    gc.collect()  # model, trainer and optimizer refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def train_and_save(
