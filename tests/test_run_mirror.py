@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,17 @@ import pytest
 import yaml
 from builders import as_gspo
 from mirror_server import Bucket, s3_server
+from test_checkpoints_mirror import make
+from test_flags import SFT
 from test_training_unfinished import logged, stop_after, the_same
 
 import cogumi
 from cogumi.checkpoints.manifest import MANIFEST_NAME
+from cogumi.checkpoints.mirror import Mirror
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
+from cogumi.health import rules
+from cogumi.health.flags import RunHistory
 
 __all__ = ["stop_after"]  # a fixture
 Config = dict[str, Any]
@@ -355,3 +361,48 @@ def test_a_finished_run_whose_adapter_is_damaged_makes_it_again(sft: Config, tmp
     assert the_same(result.run_dir, kept)
     assert logged(result.run_dir) == logged(kept)
     assert (tmp_path / "mirror" / "adapter" / part).read_bytes()[-1:] != b"x"
+
+
+def test_the_best_checkpoint_stays_in_the_mirror_and_follows_the_newest(bucket: Bucket, tmp_path: Path) -> None:
+    mirror, reached, go_on = Mirror(bucket.url), threading.Event(), threading.Event()
+
+    def hold(method: str, path: str) -> None:
+        if path.endswith("checkpoint-2/optimizer.pt") and method == "PUT":
+            reached.set()
+            go_on.wait(60)
+
+    bucket.proxy.faults = hold
+    paths = {step: make(tmp_path, step) for step in (2, 4, 6, 8)}
+    assert mirror.lag() == {"perf/mirror_lag_steps": 0, "perf/mirror_lag_seconds": 0}
+    mirror.send(paths[2])
+    assert reached.wait(60)
+    mirror.best = paths[4]
+    for step in (4, 6):
+        mirror.send(paths[step])
+    lag = mirror.lag()
+    assert lag["perf/mirror_lag_steps"] == 6
+    assert lag["perf/mirror_lag_seconds"] > 0
+    go_on.set()
+    assert mirror.finish(60) == []
+    assert mirror.lag() == {"perf/mirror_lag_steps": 0, "perf/mirror_lag_seconds": 0}
+    assert mirror.reached == 6
+    puts = [path.split("/")[-2] for method, path in bucket.proxy.requests if method == "PUT" and "optimizer" in path]
+    assert puts == ["checkpoint-2", "checkpoint-6", "checkpoint-4"]
+    mirror.send(paths[8])
+    assert mirror.finish(60) == []
+    assert bucket.files().keys() == {"checkpoint-4", "checkpoint-6", "checkpoint-8"}
+    mirror.best = paths[8]
+    mirror.send(make(tmp_path, 10))
+    assert mirror.finish(60) == []
+    assert bucket.files().keys() == {"checkpoint-8", "checkpoint-10"}
+
+
+def test_a_mirror_that_is_late_is_a_yellow_flag() -> None:
+    def flag(seconds: float) -> Any:
+        row = {"step": 3, "perf/mirror_lag_steps": 40.0, "perf/mirror_lag_seconds": seconds}
+        return rules.mirror(RunHistory(SFT, [row], [row]))
+
+    assert rules.mirror(RunHistory(SFT, [], [])) is None
+    assert flag(0.0).level == "green"
+    late = flag(1300.0)
+    assert (late.level, late.evidence) == ("yellow", "at step 3 it is 40 steps and 1300 s behind the newest checkpoint")
