@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from cogumi.checkpoints.verify import list_checkpoints
 from cogumi.config.source import parse_overrides
 from cogumi.core.errors import UsageError
 from cogumi.core.output import failures_in_one_line, print_json, print_report, print_text, show_waiting
@@ -106,9 +107,8 @@ def status(
 
 
 def is_mirror(place: str) -> bool:
-    """Tell a mirror from a directory of runs, of which one may be named as the directory in a mirror is."""
-    run_dir = Path(place, "run")
-    return "://" in place or (runs_below(Path(place)) == [run_dir] and not (run_dir / "checkpoints").exists())
+    """Tell a mirror, also a directory with checkpoints beside its run, from a run or a directory of runs."""
+    return "://" in place or (is_run(Path(place, "run")) and bool(list_checkpoints(Path(place))))
 
 
 def show_mirrors(places: list[str], as_json: bool) -> None:
