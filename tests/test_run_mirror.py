@@ -21,8 +21,9 @@ import prepared_process
 import pytest
 import yaml
 from builders import as_gspo
+from hub_server import HubServer
 from mirror_server import Bucket, s3_server
-from test_checkpoints_mirror import make
+from test_checkpoints_mirror import REPOSITORY, hub, make
 from test_flags import SFT
 from test_training_unfinished import logged, stop_after, the_same
 
@@ -33,8 +34,9 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.health import rules
 from cogumi.health.flags import RunHistory
+from cogumi.telemetry.mirrored_run import RunMirror, fetch_files
 
-__all__ = ["stop_after"]  # a fixture
+__all__ = ["hub", "stop_after"]  # fixtures
 Config = dict[str, Any]
 # A machine: the command line in a process group of its own, in a hurry.
 MACHINE = """
@@ -406,3 +408,41 @@ def test_a_mirror_that_is_late_is_a_yellow_flag() -> None:
     assert flag(0.0).level == "green"
     late = flag(1300.0)
     assert (late.level, late.evidence) == ("yellow", "at step 3 it is 40 steps and 1300 s behind the newest checkpoint")
+
+
+def test_a_sanity_check_is_continued_on_another_machine(
+    sft: Config, tmp_path: Path, train_once: Any, tiny_model: Path
+) -> None:
+    whole = undisturbed(sft, tmp_path, train_once, tiny_model, "sft")
+    sft["cogumi"] |= {"mirror": str(tmp_path / "mirror")}
+    cogumi.train(sft, cogumi__sanity=3)
+    shutil.rmtree(run_dir := Path(sft["cogumi"]["run_dir"]))
+    with pytest.raises(UsageError, match="its first steps were checked"):
+        cogumi.train(sft, cogumi__sanity=3)
+    shutil.rmtree(run_dir)
+    assert not (tmp_path / "mirror" / "adapter").exists(), "it is not the run's"
+    result = cogumi.train(sft)
+    assert logged(result.run_dir) == logged(whole)
+    assert the_same(result.run_dir, whole)
+
+
+def test_a_run_goes_to_a_repository(hub: HubServer, tmp_path: Path) -> None:
+    run_dir, adapter = tmp_path / "run", tmp_path / "adapter"
+    run_dir.mkdir()
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    for name in ("config.yaml", "status.json", "run.log"):
+        (run_dir / name).write_text('{"state": "failed"}\n' * 100_000)
+    Mirror(f"hf://{REPOSITORY}/mine")
+    sender = RunMirror(run_dir, f"hf://{REPOSITORY}/mine")
+    sender.adapter = adapter
+    sender.send()
+    assert (sender.trouble, sender.adapter) == ("", None)
+    (there := tmp_path / "there").mkdir()
+    fetch_files(sender.place, there)
+    assert {path.name for path in there.iterdir()} == {"config.yaml", "status.json", "run.log"}
+    assert (there / "config.yaml").read_bytes() == (run_dir / "config.yaml").read_bytes()
+    assert (there / "run.log").stat().st_size == 1_000_000
+    commits = len(list((hub.root / "model" / REPOSITORY).iterdir()))
+    sender.send()
+    assert len(list((hub.root / "model" / REPOSITORY).iterdir())) == commits, "nothing has changed"

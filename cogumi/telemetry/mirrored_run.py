@@ -40,7 +40,8 @@ RESUMED = (
     *("config.yaml", DECISIONS, FORECAST, "loss.json", "metrics.jsonl", SAMPLES_FILE, ROLLOUTS),
     *("flags.json", "heartbeat.json", "status.json"),
 )
-NEWER = ("flags.json", "heartbeat.json", "run.log", "status.json")  # as they were last, whatever the checkpoint
+# As they were last, whatever the checkpoint, and the key that tells when.
+NEWER = {"flags.json": "step", "heartbeat.json": "time", "status.json": "time"}
 # In this order: the state goes last, as it tells that the rest is there.
 SENT = (
     *RESUMED[:-1],
@@ -182,10 +183,11 @@ def fetch_unfinished(mirror: Mirror, run_dir: Path) -> bool:
     point = mirror.fetch_newest(run_dir / "checkpoints", -1)
     if point is None or not (point / PACKED).exists():  # of an older cogumi: `protect` fetches it
         return False
+    fetch_files(mirror.place, run_dir, (*NEWER, "run.log"))
     for name, text in json.loads((point / PACKED).read_bytes()).items():
-        if name in RESUMED:
+        sent = read_json_or_empty(run_dir / name) if name in NEWER else {}
+        if name in RESUMED and (not sent or json.loads(text)[NEWER[name]] > sent[NEWER[name]]):
             write_atomic(run_dir / name, text)
-    fetch_files(mirror.place, run_dir, NEWER)
     if read_json_or_empty(run_dir / "status.json").get("state", FINISHED).startswith(FINISHED):  # without its adapter
         write_json(run_dir / "status.json", {"state": "failed", "reason": "its adapter is not whole in the mirror"})
     return True

@@ -88,18 +88,19 @@ def bring_back(run: RunConfig, mirror: Mirror) -> bool:
     Raises UsageError if the mirror holds a run of another configuration, or none that can be continued; then nothing is
     written here.
     """
-    run_dir, unfinished = run.run_dir, run.run_dir.with_name(f".{run.run_dir.name}-fetched")
+    run_dir, unfinished = run.run_dir, run.run_dir.parent / f".{run.run_dir.name}-fetched"
     with mirror.place.reaching("cannot be listed"):
         if not is_empty(run_dir) or not (checkpoints := mirror.place.tree()) | mirror.place.tree(re.compile(RUN)):
             return False
     try:
-        with write_aside(unfinished), mirror.place.reaching("cannot be read"):
+        with write_aside(unfinished):
             unfinished.mkdir(parents=True)
-            fetch_files(mirror.place, unfinished, ("config.yaml",))
-            if checkpoints:
-                refuse_other_run(run, mirror, unfinished)
-            finished = fetch_finished(mirror, unfinished)
-            is_there = finished or fetch_unfinished(mirror, unfinished)
+            with mirror.place.reaching("cannot be read"):
+                fetch_files(mirror.place, unfinished, ("config.yaml",))
+                if checkpoints:
+                    refuse_other_run(run, mirror, unfinished)
+                finished = fetch_finished(mirror, unfinished)
+                is_there = finished or fetch_unfinished(mirror, unfinished)
             if is_there:
                 refuse_other_run(run, mirror, unfinished)
     except OSError as error:

@@ -144,7 +144,7 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
         trained = train_in_memory(run, requested_revision, prepared, followers, heart)
         free_memory()  # the merge needs it
         merged = trained.merged
-        if mirror is not None:
+        if mirror is not None and trained.fitted.ended is None:
             mirror.adapter = trained.adapter
         if trained.adapter is not None and trained.live is not None:
             merged, merge_checks = finish.try_merge(run, trained.adapter, base.name, trained.live, prepared.original)
@@ -155,7 +155,7 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
         if run.cogumi.forgetting and trained.fitted.ended is None:
             enter_stage(heart, "forgetting", "base and trained model answer the instructions of the forgetting panel")
             trained.fitted.checks.append(check_forgetting(run))
-        if mirror is not None and trained.adapter is not None:
+        if mirror is not None and trained.adapter is not None and trained.fitted.ended is None:
             enter_stage(heart, "mirror")
             trained.fitted.checks.append(finish.judge_mirrored(mirror))
         verdict = finish.record_verdict(run_dir, trained.fitted)
