@@ -407,10 +407,10 @@ class Store:
     def send(self, checkpoint: Path, manifest: Manifest, sealed: str = "") -> None:
         """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest.
 
-        sealed: the manifest's text, of another directory than a checkpoint.
+        sealed: the manifest's text, of another directory than a checkpoint, which is sent in any case.
         """
         name, text = checkpoint.name, sealed or (checkpoint / MANIFEST_NAME).read_text(encoding="utf-8")
-        if uploaded := self.tree(re.compile(re.escape(name))).get(name):
+        if not sealed and (uploaded := self.tree().get(name)):
             sizes = {file: entry.size for file, entry in manifest.files.items()}
             if (
                 MANIFEST_NAME in uploaded
@@ -418,10 +418,9 @@ class Store:
                 and sizes.items() <= uploaded.items()
             ):
                 return
-            if not sealed and not uploaded.keys() & {MANIFEST_NAME, IDENTITY_NAME}:
+            if not uploaded.keys() & {MANIFEST_NAME, IDENTITY_NAME}:
                 raise ValueError(f"{name} there is not cogumi's")
-            if not sealed:
-                self.remove(name, uploaded)
+            self.remove(name, uploaded)
         for file, entry in manifest.files.items():
             if sha256_file(checkpoint / file) != entry.sha256:
                 raise CheckpointDamaged(f"{file} has other bytes on the disk than were saved (its sha256 differs)")
