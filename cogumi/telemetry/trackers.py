@@ -6,7 +6,6 @@ Packages, keys and network for what a run reports and uploads to are checked bef
 import importlib.util
 import inspect
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import RefusedAtSetup, UsageError
 from cogumi.core.formatting import one_line, pip_command
 from cogumi.core.redact import redact_text
+from cogumi.telemetry.status import relative_path
 
 log = logging.getLogger("cogumi")
 TENSORBOARD, WANDB = "tensorboard", "wandb"
@@ -93,7 +93,7 @@ def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
         if board.logging_dir is None:
             board.logging_dir = str(run_dir / TENSORBOARD)
         survive_full_disk(board)
-        log.info("tensorboard --logdir %s shows the metrics", os.path.relpath(board.logging_dir))
+        log.info("tensorboard --logdir %s shows the metrics", relative_path(str(board.logging_dir)))
 
 
 def survive_full_disk(board: TensorBoardCallback) -> None:
