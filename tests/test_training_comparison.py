@@ -143,17 +143,18 @@ def test_a_result_that_is_worse_is_a_failed_check_and_its_gate_stops_push_and_th
     assert line.endswith("; train again, or push it --anyway: the card says so")
     for key, place in (("model__adapter", "adapter"), ("model__name", "merged")):
         later = load_config(chat, **{key: str(result.run_dir / place), "cogumi__run_dir": str(result.run_dir) + "2"})
-        with pytest.raises(UsageError, match=r"cogumi\.gate: better is not met: log_likelihood .*cogumi\.anyway: true"):
+        with pytest.raises(UsageError, match=r"cogumi\.gate: better is not met: log_likelihood .*cogumi\.from_failed: true"):
             check_settings(later)
-        later.cogumi.anyway = True
+        later.cogumi.from_failed = True
         check_settings(later)
 
 
 @pytest.mark.parametrize(
-    ("gate", "passed", "stops"), [("not_worse", True, False), ("better", False, True), (None, False, False)]
+    ("gate", "passed", "stops"),
+    [("not_worse", True, ""), ("better", False, "better is not met: a figure"), (None, False, "failed checks: comparison")],
 )
 def test_a_gate_goes_by_the_check_of_the_comparison_alone(
-    gate: str | None, passed: bool, stops: bool, finished_sft: FinishedRun, tmp_path: Path
+    gate: str | None, passed: bool, stops: str, finished_sft: FinishedRun, tmp_path: Path
 ) -> None:
     before = Path(shutil.copytree(finished_sft.home, tmp_path / "before"))
     values, verdict = yaml.safe_load((before / "config.yaml").read_text()), read_json(before / "verdict.json")
@@ -166,7 +167,7 @@ def test_a_gate_goes_by_the_check_of_the_comparison_alone(
     verdict["checks"].append({"name": "comparison", "figure": "a figure", "passed": passed})
     write_json(before / "verdict.json", verdict)
     if stops:
-        with pytest.raises(UsageError, match="a figure"):
+        with pytest.raises(UsageError, match=stops):
             check_settings(run)
     else:
         check_settings(run)

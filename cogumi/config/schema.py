@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from cogumi.config.binding import (
     FIXED_LORA_KEYS,
@@ -49,6 +49,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
+def path_or_url(value: Any) -> Any:
+    """Write a path as pathlib does, and leave a URL as it is."""
+    return str(Path(value)) if isinstance(value, Path) or (isinstance(value, str) and "://" not in value) else value
+
+
 class ModelSection(Section):
     """The section `model:`."""
 
@@ -62,8 +67,16 @@ class ModelSection(Section):
     """As in transformers: sdpa, eager, flash_attention_2, ...; chosen by the machine and the model when unset."""
     quantization_config: dict[str, Any] | None = None
     """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4 with double quantization, in `dtype`."""
-    adapter: Path | None = None
-    """The adapter directory of an earlier run, such as runs/sft/adapter, to start from; its `lora:` section holds."""
+    adapter: Annotated[str | None, BeforeValidator(path_or_url)] = None
+    """The adapter to start from, whose `lora:` section holds: a directory such as runs/sft/adapter, `user/repo` or
+    `user/repo@revision` on the hub, `hf://user/repo/folder`, `s3://bucket/run`, or a mirror, whose newest checkpoint is taken."""
+    _fetched: dict[str, str] = PrivateAttr(default_factory=dict)  # `methods/adapter_source.py`
+
+    @property
+    def adapter_dir(self) -> Path | None:
+        """The directory of `adapter`, once it is here."""
+        place = self._fetched.get("directory", self.adapter)
+        return None if place is None else Path(place)
 
 
 Format = Literal["fim", "chat", "prompt_completion", "text", "preference"]
@@ -279,8 +292,8 @@ class CogumiSection(Section):
     what the method trains for (likelihood, preference margin, rewards) fails a check."""
     gate: Literal["better", "not_worse"] | None = None
     """What that comparison has to show for `cogumi push` and for a run that starts from this one."""
-    anyway: bool = False
-    """Start from a run whose gate is not met."""
+    from_failed: bool = False
+    """Start from a part of a run whose checks failed or whose gate is not met (`model.name`, `model.adapter`)."""
     base_mode: Literal["full", "dequant"] = "full"
     """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
 

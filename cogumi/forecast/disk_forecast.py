@@ -279,8 +279,8 @@ def forecast_disks(run: RunConfig) -> DiskForecast:
     """
     gspo_loss.apply()  # without it TRL takes no gspo; unsloth, which must be imported first, is of no use to shapes
     args = trl_arguments(without_machine(run))
-    if run.model.adapter is not None:
-        run.lora = lora_of(run.model.adapter, run.lora)
+    if run.model.adapter_dir is not None:
+        run.lora = lora_of(run.model.adapter_dir, run.lora)
     base = read_base(run.model.name, run.model.revision)
     config = base.config
     if run.model.quantization_config is not None:  # which changes nothing of what is written

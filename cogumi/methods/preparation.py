@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import DECISIONS, describe_unmet_gate, read_section
+from cogumi.core.run_directory import DECISIONS, describe_failure, read_section
 from cogumi.hub.downloads import find_commit
 from cogumi.merge.adapter_files import WHERE_TRAINED, refuse_unsupported
 from cogumi.merge.preflight import Original, check_loadable, expected_base, find_original, plan_adapter
@@ -41,14 +41,27 @@ def check_settings(run: RunConfig, on_this_machine: bool = True) -> None:
         raise UsageError(reason, fix="set cogumi.price_per_hour as well")
     if options.tuning == "full":
         auto_settings.refuse_adapter_settings(run)
-    for key, place in (("model.name", run.model.name), ("model.adapter", run.model.adapter)):
-        before = None if place is None or options.anyway else run_above(Path(place))
-        if before is not None and (gate := describe_unmet_gate(before)):
-            raise UsageError(gate, place=before, key=key, fix="train that again, or set cogumi.anyway: true here")
+    for key, before in runs_before(run).items() if not options.from_failed else ():
+        if failure := describe_failure(before, of_merge=key == "model.name"):
+            raise UsageError(failure, place=before, key=key, fix="train that again, or set cogumi.from_failed: true here")
     if on_this_machine:
         auto_settings.refuse_segments(run)
     if run.model.adapter is not None:
         run.lora = lora_of(run.model.adapter, run.lora)
+
+
+def runs_before(run: RunConfig) -> dict[str, Path]:
+    """Return the runs that this one starts from a part of, by the key that names it."""
+    places = {"model.name": run.model.name, "model.adapter": run.model.adapter}
+    runs = {key: run_above(Path(place)) for key, place in places.items() if place is not None}
+    return {key: before for key, before in runs.items() if before is not None}
+
+
+def describe_unjudged(run: RunConfig) -> str:
+    """Say which run this one starts from has no verdict; "" if each has."""
+    unjudged = {key: path for key, path in runs_before(run).items() if not (path / "verdict.json").exists()}
+    lines = (f"{key} is of {path}, which has no verdict: it is under way, or was killed" for key, path in unjudged.items())
+    return "; ".join(lines)
 
 
 def prepare_base(run: RunConfig) -> tuple[RunConfig, RunBase]:

@@ -215,8 +215,8 @@ def is_run(directory: Path) -> bool:
 
 
 def run_above(place: Path) -> Path | None:
-    """Return the run that a directory is or is a part of, such as its adapter, merged model or checkpoint."""
-    return next((path for path in (place, *place.resolve().parents[:2]) if place.exists() and is_run(path)), None)
+    """Return the run that a directory is or is a part of, such as its adapter, merged model, checkpoint or snapshot."""
+    return next((path for path in (place, *place.resolve().parents[:3]) if place.exists() and is_run(path)), None)
 
 
 def runs_in(path: Path) -> list[Path]:

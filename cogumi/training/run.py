@@ -46,6 +46,7 @@ from cogumi.methods.preparation import (
     check_base,
     check_merge,
     check_settings,
+    describe_unjudged,
     find_merge_base,
     load_run_tokenizer,
     prepare_base,
@@ -288,7 +289,8 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
         log.log(logging.INFO if line.startswith("chosen: ") else logging.DEBUG, "%s", line)
     for line in (*prepared.notes, *examples.reports()):
         log.info(line)
-    for warning in (describe_overlong(run, examples, prepared.base.config), describe_empty_thoughts(run, examples)):
+    overlong = describe_overlong(run, examples, prepared.base.config)
+    for warning in (overlong, describe_empty_thoughts(run, examples), describe_unjudged(run)):
         if warning:
             log.warning(warning)
     if prepared.original is not None:
