@@ -143,7 +143,9 @@ def test_a_result_that_is_worse_is_a_failed_check_and_its_gate_stops_push_and_th
     assert line.endswith("; train again, or push it --anyway: the card says so")
     for key, place in (("model__adapter", "adapter"), ("model__name", "merged")):
         later = load_config(chat, **{key: str(result.run_dir / place), "cogumi__run_dir": str(result.run_dir) + "2"})
-        with pytest.raises(UsageError, match=r"cogumi\.gate: better is not met: log_likelihood .*cogumi\.from_failed: true"):
+        with pytest.raises(
+            UsageError, match=r"cogumi\.gate: better is not met: log_likelihood .*cogumi\.from_failed: true"
+        ):
             check_settings(later)
         later.cogumi.from_failed = True
         check_settings(later)
@@ -151,7 +153,11 @@ def test_a_result_that_is_worse_is_a_failed_check_and_its_gate_stops_push_and_th
 
 @pytest.mark.parametrize(
     ("gate", "passed", "stops"),
-    [("not_worse", True, ""), ("better", False, "better is not met: a figure"), (None, False, "failed checks: comparison")],
+    [
+        ("not_worse", True, ""),
+        ("better", False, "better is not met: a figure"),
+        (None, False, "failed checks: comparison"),
+    ],
 )
 def test_a_gate_goes_by_the_check_of_the_comparison_alone(
     gate: str | None, passed: bool, stops: str, finished_sft: FinishedRun, tmp_path: Path

@@ -19,6 +19,7 @@ from cogumi.hub.downloads import find_commit
 from cogumi.merge.adapter_files import WHERE_TRAINED, refuse_unsupported
 from cogumi.merge.preflight import Original, check_loadable, expected_base, find_original, plan_adapter
 from cogumi.methods import auto_settings
+from cogumi.methods.adapter_source import find_adapter
 from cogumi.methods.sampler import refuse_quantized
 from cogumi.methods.warm_start import check_recorded_base, lora_of
 from cogumi.models.adapters import check_targets, lora_config
@@ -43,11 +44,14 @@ def check_settings(run: RunConfig, on_this_machine: bool = True) -> None:
         auto_settings.refuse_adapter_settings(run)
     for key, before in runs_before(run).items() if not options.from_failed else ():
         if failure := describe_failure(before, of_merge=key == "model.name"):
-            raise UsageError(failure, place=before, key=key, fix="train that again, or set cogumi.from_failed: true here")
+            raise UsageError(
+                failure, place=before, key=key, fix="train that again, or set cogumi.from_failed: true here"
+            )
     if on_this_machine:
         auto_settings.refuse_segments(run)
-    if run.model.adapter is not None:
-        run.lora = lora_of(run.model.adapter, run.lora)
+    find_adapter(run)
+    if run.model.adapter_dir is not None:
+        run.lora = lora_of(run.model.adapter_dir, run.lora)
 
 
 def runs_before(run: RunConfig) -> dict[str, Path]:
@@ -60,7 +64,9 @@ def runs_before(run: RunConfig) -> dict[str, Path]:
 def describe_unjudged(run: RunConfig) -> str:
     """Say which run this one starts from has no verdict; "" if each has."""
     unjudged = {key: path for key, path in runs_before(run).items() if not (path / "verdict.json").exists()}
-    lines = (f"{key} is of {path}, which has no verdict: it is under way, or was killed" for key, path in unjudged.items())
+    lines = (
+        f"{key} is of {path}, which has no verdict: it is under way, or was killed" for key, path in unjudged.items()
+    )
     return "; ".join(lines)
 
 
@@ -69,6 +75,7 @@ def prepare_base(run: RunConfig) -> tuple[RunConfig, RunBase]:
 
     The commit is the one that the run began with, or the hub's current one, whatever happens to the branch afterwards.
     """
+    find_adapter(run)
     known, name = read_section(run.run_dir / DECISIONS, "base"), run.model.name
     commit = known["commit"] if known.get("name") == name else find_commit(name, run.model.revision)
     if commit is not None:
@@ -99,8 +106,8 @@ def check_base(run: RunConfig, base: RunBase) -> str:
     if run.cogumi.tuning == "lora":
         coverage = check_targets(run.lora, base, is_own=run.model.adapter is None)
     refuse_without_decoder(base)
-    if run.model.adapter is not None:
-        check_recorded_base(run.model.adapter, base.config, base.revision)
+    if run.model.adapter_dir is not None:
+        check_recorded_base(run.model.adapter_dir, base.config, base.revision)
     refuse_quantized(run, base.config)
     if run.model.quantization_config is not None:
         refuse_untrainable(base.name, base.config, run.cogumi.tuning)  # which dropping the key would lead to
@@ -157,7 +164,7 @@ def load_run_tokenizer(run: RunConfig, base: RunBase) -> PreTrainedTokenizerBase
 
     `train:` may name another chat template and end token for it.
     """
-    adapter = run.model.adapter
+    adapter = run.model.adapter_dir
     of_adapter = adapter is not None and (adapter / "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(str(adapter) if of_adapter else base)
     if (template := run.train.get("chat_template_path")) is not None:

@@ -1,5 +1,6 @@
 """`cogumi.train`, `cogumi.preview` and `cogumi.preflight`: validation and choices that come before torch is imported."""
 
+import logging
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from cogumi.config.source import Config
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import show_import
+from cogumi.stack.gpu_health import wait_for_gpus
 from cogumi.stack.gpus import (
     count_launched,
     count_processes,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from cogumi.methods.preview import Preview
     from cogumi.training import RunResult
 
+log = logging.getLogger("cogumi")
 HUB_NAME = re.compile(r"cogumi:.*|[\w.-]+(/[\w.-]+)?")  # a model of cogumi's, or what may be a hub id
 
 
@@ -53,7 +56,11 @@ def train_run(run: "RunConfig") -> "RunResult":
             from cogumi.runs.rank_launcher import train_in_processes
 
             refuse_missing_gpus(count, os.environ)
+            if holders := wait_for_gpus():
+                log.warning("%s", holders)
             return train_in_processes(run, count)
+    use_one_gpu()
+    wait_for_gpus()  # what it says is logged in the run
     with import_backend(run):
         from cogumi.training import train as train_here
 

@@ -35,6 +35,7 @@ from cogumi.merge.adapter_files import read_json, serving_limits
 from cogumi.merge.arithmetic import restore_matmul_precision
 from cogumi.merge.preflight import Original, check_loadable, prove_original, refuse_missing_weights
 from cogumi.methods import auto_settings, building, gspo
+from cogumi.methods.adapter_source import record_adapter
 from cogumi.methods.examples import (
     Examples,
     describe_empty_thoughts,
@@ -59,6 +60,7 @@ from cogumi.models.quantized_bases import quantization_of
 from cogumi.models.unsloth_models import Backend, choose_backend
 from cogumi.notebook.panel import write_report
 from cogumi.rl.patching import patch
+from cogumi.stack.gpu_health import wait_for_gpus
 from cogumi.stack.gpus import VARIABLE, disable_cudnn_attention, refuse_several_gpus, use_one_gpu
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat, measure_run
@@ -282,6 +284,7 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
     """Log what the run begins with, and keep in decisions.json what a resumed one needs."""
     run_dir, examples, weights = run.run_dir, prepared.examples, prepared.weights
     examples.record(run_dir)
+    record_adapter(run)
     if resuming:
         log.info("%s resumes where it stopped; with cogumi.resume: never it would be refused", run_dir)
     finish.record_backend(run_dir, process.backend)
@@ -290,7 +293,7 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
     for line in (*prepared.notes, *examples.reports()):
         log.info(line)
     overlong = describe_overlong(run, examples, prepared.base.config)
-    for warning in (overlong, describe_empty_thoughts(run, examples), describe_unjudged(run)):
+    for warning in (overlong, describe_empty_thoughts(run, examples), describe_unjudged(run), wait_for_gpus()):
         if warning:
             log.warning(warning)
     if prepared.original is not None:
