@@ -167,7 +167,7 @@ def test_an_adapter_of_the_hub_is_pinned_to_its_commit(
 def places(hub: HubServer, bucket: Bucket, tmp_path: Path) -> Iterator[dict[str, str]]:  # noqa: F811
     hub.publish("someone/model", {"config.json": b"{}", "model.safetensors": b"x"})
     (tmp_path / "empty" / "checkpoint-1").mkdir(parents=True)
-    yield {
+    return {
         "unknown": "someone/modle",
         "revision": "someone/model@v2",
         "model": "someone/model",

@@ -49,9 +49,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-def path_or_url(value: Any) -> Any:
-    """Write a path as pathlib does, and leave a URL as it is."""
-    return str(Path(value)) if isinstance(value, Path) or (isinstance(value, str) and "://" not in value) else value
+def path_text(place: Any) -> Any:
+    return str(Path(str(place))) if place is not None and "://" not in str(place) else place
 
 
 class ModelSection(Section):
@@ -67,7 +66,7 @@ class ModelSection(Section):
     """As in transformers: sdpa, eager, flash_attention_2, ...; chosen by the machine and the model when unset."""
     quantization_config: dict[str, Any] | None = None
     """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4 with double quantization, in `dtype`."""
-    adapter: Annotated[str | None, BeforeValidator(path_or_url)] = None
+    adapter: Annotated[str | None, BeforeValidator(path_text)] = None
     """The adapter to start from, whose `lora:` section holds: a directory such as runs/sft/adapter, `user/repo` or
     `user/repo@revision` on the hub, `hf://user/repo/folder`, `s3://bucket/run`, or a mirror, whose newest checkpoint is taken."""
     _fetched: dict[str, str] = PrivateAttr(default_factory=dict)  # `methods/adapter_source.py`
@@ -406,7 +405,8 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
     for name, (why, fix) in REFUSED_TRAIN_KEYS.items():
         if name in run.train:
             raise origins.error(f"train.{name} {why}", f"train.{name}", fix)
-    for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):
+    named = {"model.name": run.model.name, "model.adapter": run.model.adapter, "data.source": run.data.source}
+    for key, value in named.items():
         if value is not None and redact_text(value) != value:  # an adapter's record of its base could not leave it out
             raise origins.error(f"{key} holds an access token", key, "put that into the environment (HF_TOKEN)")
     if run.cogumi.run_dir is None:

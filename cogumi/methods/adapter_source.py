@@ -9,24 +9,20 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import huggingface_hub as hf
 import platformdirs
-from huggingface_hub.errors import HFValidationError
 
 from cogumi.checkpoints.manifest import CHECKPOINT_NAME, MANIFEST_NAME, CheckpointDamaged, read_manifest
 from cogumi.checkpoints.mirror import Store, describe, newest_first
 from cogumi.config.schema import RunConfig
 from cogumi.core.durability import sha256_file
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.hub.downloads import hub_errors_refused
-from cogumi.telemetry.status import is_run
 
 log = logging.getLogger("cogumi")
 
@@ -48,43 +44,40 @@ def find_adapter(run: RunConfig) -> None:
     source = run.model.adapter
     if source is None or run.model._fetched:
         return
-    section = read_section(run.run_dir / DECISIONS, SECTION)
-    known: dict[str, str] = section if section.get("source") == source else {}
-    on_hub = HUB_PLACE.fullmatch(source)
-    if on_hub and not source.startswith("hf://"):
-        on_hub = None if Path(source).exists() or on_hub[3] else on_hub
-    if on_hub or "://" in source or is_mirror(Path(source)):
-        try:
-            run.model._fetched = {"source": source, **fetch_adapter(source, on_hub, known)}
-        except HFValidationError as error:
-            raise UsageError(one_line(error).rstrip("."), key="model.adapter") from error
-        except UsageError as error:
-            raise UsageError(error.message, place=error.place, key="model.adapter", fix=error.fix) from error
+    on_hub, place, is_url = HUB_PLACE.fullmatch(source), Path(source), "://" in source
+    if on_hub and not is_url and (on_hub[3] or place.exists()):
+        on_hub = None
+    if not (on_hub or is_url) and ((place / CONFIG).exists() or not any(place.glob("checkpoint-*"))):
+        return
+    known = read_section(run.run_dir / DECISIONS, SECTION)
+    try:
+        run.model._fetched = fetch_adapter(source, on_hub, known if known.get("source") == source else {})
+    except UsageError as error:
+        raise UsageError(error.message, place=error.place, key="model.adapter", fix=error.fix) from error
+    except Exception as error:
+        message = f"{source} cannot be read ({describe(error)})"
+        raise UsageError(message, key="model.adapter", fix="correct its address or its access") from error
 
 
 def record_adapter(run: RunConfig) -> None:
     """Keep which adapter was fetched, and log it."""
-    if pinned := {key: value for key, value in run.model._fetched.items() if key != "directory"}:
-        log.info("model.adapter: %s", ", ".join(f"{key} {value}" for key, value in pinned.items() if value))
+    if pinned := {key: value for key, value in run.model._fetched.items() if value and key != "directory"}:
+        log.info("model.adapter: %s", ", ".join(f"{key} {value}" for key, value in pinned.items()))
         write_section(run.run_dir / DECISIONS, SECTION, pinned)
-
-
-def is_mirror(place: Path) -> bool:
-    """Tell a directory of checkpoints from an adapter, and from a run, whose own adapter is named to the user."""
-    is_other = not place.is_dir() or (place / CONFIG).exists() or is_run(place)
-    return not is_other and any(CHECKPOINT_NAME.fullmatch(path.name) for path in place.iterdir())
 
 
 def fetch_adapter(source: str, on_hub: re.Match[str] | None, known: Mapping[str, str]) -> dict[str, str]:
     """Copy an adapter into the cache of its digest, unless it is there. Returns what it is known by, and its directory."""
     cache = Path(platformdirs.user_cache_dir("cogumi")) / "adapters"
-    if known and (cached := cache / known["sha256"]).is_dir() and digest_of(cached) == known["sha256"]:
-        return {**known, "directory": str(cached)}
-    if "@" in urlsplit(source).netloc and not on_hub:
-        fix = "keys belong into the environment, such as AWS_ACCESS_KEY_ID, or a profile"
-        raise UsageError("its URL holds a login, which would be written into logs", fix=fix)
-    commit = "" if on_hub is None else known.get("commit") or find_commit(*on_hub.group(1, 2))
-    store = Store(f"hf://{on_hub[1]}@{commit}{on_hub[3]}" if on_hub else source)
+    with suppress(KeyError, FileNotFoundError, CheckpointDamaged):
+        if digest_of(cached := cache / known["sha256"]) == known["sha256"]:
+            return {**known, "directory": str(cached)}
+    commit, url = known.get("commit", ""), source
+    if on_hub is not None:
+        with hub_errors_refused(on_hub[1], on_hub[2], "adapter"):
+            commit = commit or str(hf.HfApi().resolve_revision(on_hub[1], revision=on_hub[2]).resolved)
+        url = f"hf://{on_hub[1]}@{commit}{on_hub[3]}"
+    store = Store(url)
     folders = list_folders(store)
     if known and known["folder"] not in folders:
         raise UsageError(f"{source} no longer has {known['folder']}, with which this run began", fix=ANOTHER_RUN)
@@ -92,32 +85,24 @@ def fetch_adapter(source: str, on_hub: re.Match[str] | None, known: Mapping[str,
     for folder in [known["folder"]] if known else folders:
         with tempfile.TemporaryDirectory(dir=cache, prefix=".unfinished-") as scratch:
             for file in folders[folder]:
-                with reading(store):
-                    store.fs.get_file("/".join(filter(None, (store.root, folder, file))), f"{scratch}/{file}")
+                store.fs.get_file("/".join(filter(None, (store.root, folder, file))), f"{scratch}/{file}")
             try:
-                refuse_damaged(Path(scratch))
+                digest = digest_of(Path(scratch))
             except CheckpointDamaged as damage:
                 log.warning("%s of %s is not started from: %s", folder, source, damage)
                 continue
-            digest = digest_of(Path(scratch))
             if known and known["sha256"] != digest:
                 raise UsageError(f"{source} has another {folder} than when this run began", fix=ANOTHER_RUN)
-            shutil.copytree(scratch, cache / digest, dirs_exist_ok=True)
-            return {"commit": commit, "folder": folder, "sha256": digest, "directory": str(cache / digest)}
+            shutil.copytree(scratch, directory := cache / digest, dirs_exist_ok=True)
+        return {"source": source, "commit": commit, "folder": folder, "sha256": digest, "directory": str(directory)}
     raise UsageError(f"{source} has only damaged adapters", fix="name another one")
-
-
-def find_commit(name: str, revision: str | None) -> str:
-    with hub_errors_refused(name, revision, "adapter"):
-        return str(hf.HfApi().resolve_revision(name, revision=revision).resolved)
 
 
 def list_folders(store: Store) -> dict[str, list[str]]:
     """Return the files of each adapter at a place: its own, its `adapter/`, its whole checkpoints with the newest first."""
-    with reading(store):
-        paths = sorted(store.fs.find(store.root, **({} if store.on_hub else {"on_error": "raise"})))
     files: dict[str, list[str]] = {}
-    for folder, _, name in (path.removeprefix(f"{store.root}/").rpartition("/") for path in paths):
+    for path in sorted(store.fs.find(store.root, **({} if store.on_hub else {"on_error": "raise"}))):
+        folder, _, name = path.removeprefix(f"{store.root}/").rpartition("/")
         if NEEDED.fullmatch(name):
             files.setdefault(folder, []).append(name)
     whole = newest_first(name for name in files if CHECKPOINT_NAME.fullmatch(name) and MANIFEST_NAME in files[name])
@@ -128,26 +113,11 @@ def list_folders(store: Store) -> dict[str, list[str]]:
     return folders
 
 
-def refuse_damaged(directory: Path) -> None:
-    """Raise CheckpointDamaged unless the files that a manifest lists have the bytes that were saved."""
-    manifest = read_manifest(directory)
-    for file, entry in manifest.files.items() if manifest is not None else ():
-        if NEEDED.fullmatch(file) and (
-            not (directory / file).exists() or sha256_file(directory / file) != entry.sha256
-        ):
-            raise CheckpointDamaged(f"{file} is missing, or has other bytes than were saved")
-
-
 def digest_of(directory: Path) -> str:
+    """Return the digest of an adapter's files. Raises CheckpointDamaged if a manifest beside them is of others."""
     digests = {path.name: sha256_file(path) for path in sorted(directory.iterdir())}
+    manifest = read_manifest(directory)
+    for file, entry in manifest.files.items() if manifest else ():
+        if NEEDED.fullmatch(file) and digests.get(file) != entry.sha256:
+            raise CheckpointDamaged(f"{file} is not what was saved")
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
-
-
-@contextmanager
-def reading(store: Store) -> Iterator[None]:
-    """Turn whatever the store raises into a UsageError with the reason."""
-    try:
-        yield
-    except Exception as error:  # each of fsspec's stores has errors of its own
-        message = f"{store.name} cannot be read ({describe(error)})"
-        raise UsageError(message, fix="correct its address or its access") from error

@@ -44,9 +44,8 @@ def check_settings(run: RunConfig, on_this_machine: bool = True) -> None:
         auto_settings.refuse_adapter_settings(run)
     for key, before in runs_before(run).items() if not options.from_failed else ():
         if failure := describe_failure(before, of_merge=key == "model.name"):
-            raise UsageError(
-                failure, place=before, key=key, fix="train that again, or set cogumi.from_failed: true here"
-            )
+            fix = "train that again, or set cogumi.from_failed: true here"
+            raise UsageError(failure, place=before, key=key, fix=fix)
     if on_this_machine:
         auto_settings.refuse_segments(run)
     find_adapter(run)
@@ -63,11 +62,8 @@ def runs_before(run: RunConfig) -> dict[str, Path]:
 
 def describe_unjudged(run: RunConfig) -> str:
     """Say which run this one starts from has no verdict; "" if each has."""
-    unjudged = {key: path for key, path in runs_before(run).items() if not (path / "verdict.json").exists()}
-    lines = (
-        f"{key} is of {path}, which has no verdict: it is under way, or was killed" for key, path in unjudged.items()
-    )
-    return "; ".join(lines)
+    paths = [str(path) for path in runs_before(run).values() if not (path / "verdict.json").exists()]
+    return f"started from a run that has no verdict, unfinished or killed: {', '.join(paths)}" if paths else ""
 
 
 def prepare_base(run: RunConfig) -> tuple[RunConfig, RunBase]:

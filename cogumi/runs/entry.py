@@ -1,6 +1,5 @@
 """`cogumi.train`, `cogumi.preview` and `cogumi.preflight`: validation and choices that come before torch is imported."""
 
-import logging
 import os
 import re
 import shlex
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from cogumi.methods.preview import Preview
     from cogumi.training import RunResult
 
-log = logging.getLogger("cogumi")
 HUB_NAME = re.compile(r"cogumi:.*|[\w.-]+(/[\w.-]+)?")  # a model of cogumi's, or what may be a hub id
 
 
@@ -56,11 +54,9 @@ def train_run(run: "RunConfig") -> "RunResult":
             from cogumi.runs.rank_launcher import train_in_processes
 
             refuse_missing_gpus(count, os.environ)
-            if holders := wait_for_gpus():
-                log.warning("%s", holders)
             return train_in_processes(run, count)
     use_one_gpu()
-    wait_for_gpus()  # what it says is logged in the run
+    wait_for_gpus()  # the run looks again and logs it
     with import_backend(run):
         from cogumi.training import train as train_here
 

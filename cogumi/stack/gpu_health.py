@@ -1,20 +1,16 @@
 """Health of a GPU and the memory of processes on it, by NVML (nvidia-ml-py)."""
 
-import logging
 import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import psutil
 
 from cogumi.core.formatting import format_memory
-from cogumi.stack.gpus import VARIABLE, count_launched, cuda_has_started
+from cogumi.stack.gpus import VARIABLE
 
-log = logging.getLogger("cogumi")
-GONE = "one that is gone or not of this container"
 MIN_HELD, PATIENCE_SECONDS = 10**9, 60.0  # a process of less than a GB is a desktop or an idle context
 
 # NVML's reasons for lower clocks that are faults of the machine. SwPowerCap is none: a busy card runs at its limit.
@@ -71,57 +67,42 @@ def read_gpu_health(uuid: object) -> GpuHealth | None:
     )
 
 
-@cache
-def wait_for_gpus() -> str:
-    """Wait until the driver has taken back the memory of a dead run, once a process and before CUDA starts in it.
-
-    Returns who holds memory then; "" where nobody does, CUDA has started, or a launcher's parent has waited already.
-    """
-    if count_launched(os.environ) > 1 or cuda_has_started():
-        return ""
+def wait_for_gpus(patience: float = PATIENCE_SECONDS) -> str:
+    """Call `wait_for_memory` for the GPUs of this process; "" without NVML. Call it before CUDA starts."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return wait_for_memory(pynvml, os.environ.get(VARIABLE))
-    except Exception:  # noqa: BLE001 (NVML's own, where its package is there): without it nothing is known, as on a CPU
+        return wait_for_memory(pynvml, os.environ.get(VARIABLE), patience)
+    except Exception:  # noqa: BLE001 (NVML's own, where its package is there)
         return ""
 
 
-def wait_for_memory(nvml: Any, visible: str | None, patience: float = PATIENCE_SECONDS, pause: float = 1.0) -> str:
-    """Wait while a dead or dying process holds memory of the GPUs; describe who holds over a GB then, "" if nobody does.
+def wait_for_memory(nvml: Any, visible: str | None, patience: float, pause: float = 1.0) -> str:
+    """Wait while a process that is gone holds over a GB of these GPUs; describe who does at the end, "" if nobody.
 
-    Args:
-        nvml: The module pynvml, initialized.
-        visible: The value of CUDA_VISIBLE_DEVICES; None for all GPUs.
-        patience: Seconds.
-        pause: Seconds between two looks.
+    nvml: the module pynvml, initialized. visible: CUDA_VISIBLE_DEVICES, None for all. patience, pause: in seconds.
     """
-    names = map(str, range(nvml.nvmlDeviceGetCount())) if visible is None else filter(None, visible.split(","))
-    by = {True: lambda name: nvml.nvmlDeviceGetHandleByIndex(int(name)), False: nvml.nvmlDeviceGetHandleByUUID}
-    gpus = {name: by[name.strip().isdigit()](name.strip()) for name in names}
-    deadline, waited = time.monotonic() + patience, ""
+    gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    if visible is not None:
+        chosen = visible.replace(" ", "").split(",")
+        gpus = [gpu for index, gpu in enumerate(gpus) if {str(index), nvml.nvmlDeviceGetUUID(gpu)} & {*chosen}]
+    deadline = time.monotonic() + patience
     while True:
-        found = {(p.pid, gpu): p for gpu, at in gpus.items() for p in nvml.nvmlDeviceGetComputeRunningProcesses(at)}
-        held = {key: process.usedGpuMemory or 0 for key, process in found.items() if key[0] != os.getpid()}
-        owners = {key: name_process(key[0]) for key, size in held.items() if size > MIN_HELD}
-        if all(owners.values()) or time.monotonic() >= deadline:
+        listed = [process for gpu in gpus for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]
+        held = {process.pid: process.usedGpuMemory for process in listed if (process.usedGpuMemory or 0) > MIN_HELD}
+        names = {pid: name_process(pid) for pid in held if pid != os.getpid()}
+        if all(names.values()) or time.monotonic() >= deadline:
             break
-        if not waited:
-            waited = f" after {patience:.0f} s"
-            log.info("a process that is gone still holds GPU memory: waiting up to %.0f s", patience)
         time.sleep(pause)
-    lines = (
-        f"{format_memory(held[pid, gpu])} of GPU {gpu} by {name or GONE} (process {pid})"
-        for (pid, gpu), name in owners.items()
-    )
-    return f"other processes hold GPU memory{waited}: {', '.join(lines)}" if owners else ""
+    lines = (f"{format_memory(held[pid])} by {name or 'an unseen process'} ({pid})" for pid, name in names.items())
+    return f"other processes hold GPU memory: {', '.join(lines)}" if names else ""
 
 
 def name_process(pid: int) -> str:
-    """Return the name of a process; "" for one that is dead or dying, or of another PID namespace."""
-    try:
+    """Return the name of a process; "" for one that is dead or dying, or of another container."""
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        return "" if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else process.name()
-    except psutil.NoSuchProcess:
-        return ""
+        if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return process.name()
+    return ""

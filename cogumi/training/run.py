@@ -293,7 +293,7 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
     for line in (*prepared.notes, *examples.reports()):
         log.info(line)
     overlong = describe_overlong(run, examples, prepared.base.config)
-    for warning in (overlong, describe_empty_thoughts(run, examples), describe_unjudged(run), wait_for_gpus()):
+    for warning in (overlong, describe_empty_thoughts(run, examples), describe_unjudged(run), wait_for_gpus(0)):
         if warning:
             log.warning(warning)
     if prepared.original is not None:
