@@ -67,7 +67,7 @@ from cogumi.telemetry.heartbeat import Heartbeat, measure_run
 from cogumi.telemetry.recorder import enter_stage, record_run, write_samples
 from cogumi.telemetry.status import NON_FINITE, SANITY_CHECKED
 from cogumi.telemetry.throughput import EXPERTS, Meter
-from cogumi.telemetry.trackers import refuse_unreachable
+from cogumi.telemetry.trackers import finish_trackers, refuse_unreachable
 from cogumi.training import finish
 from cogumi.training.estimate import make_choices, run_preflight, wants_preflight
 from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit, sample_options
@@ -263,6 +263,7 @@ def open_run(run_dir: Path, resuming: bool, meter: Meter) -> Iterator[Heartbeat]
         lock_run(run_dir),
         write_report_at_end(run_dir),
         record_run(run_dir, resuming),
+        finish_trackers(run_dir),
         measure_run(run_dir, meter) as heart,
     ):
         forget_requests(run_dir)  # left over from an earlier part of the run
