@@ -99,11 +99,12 @@ def test_its_url_is_in_status_and_report(sft: Config) -> None:
 def test_wandb_and_trackio_take_up_the_run_that_a_resumed_one_began(
     sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("trackio")
     wandb = pytest.importorskip("wandb")  # noqa: F811
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     monkeypatch.setenv("WANDB_PROJECT", "mine")
+    pytest.importorskip("trackio")
     sft["train"] |= {"report_to": ["wandb", "trackio", "tensorboard"]}
     cogumi.train(sft, cogumi__sanity=1)
     assert wandb.run is None
@@ -118,8 +119,8 @@ def test_wandb_and_trackio_take_up_the_run_that_a_resumed_one_began(
     from trackio.sqlite_storage import SQLiteStorage
 
     assert section["name"] in SQLiteStorage.get_runs(section["project"])
-    steps = [row["step"] for row in SQLiteStorage.get_logs(section["project"], section["name"]) if "train/loss" in row]
-    assert sorted(steps) == [1, 2, 3]
+    rows = SQLiteStorage.get_logs(section["project"], section["name"])
+    assert [row["train/global_step"] for row in rows if "train/loss" in row] == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("wandb")

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerCallback
@@ -161,7 +162,8 @@ def begin_trackers(run_dir: Path, trainer: Any) -> None:
         if type(callback).__module__ == WandbCallback.__module__:
             survive_errors(callback)
     for callback in trackios:
-        UNFINISHED.append(("trackio", partial(callback.on_train_end, *begun, model=trainer.model)))
+        # Its model gets a tag; the real one would stay in memory until after the merge.
+        UNFINISHED.append(("trackio", partial(callback.on_train_end, *begun, model=SimpleNamespace())))
         callback.on_train_end = lambda *_, **__: None  # the held-out loss comes after it
         callback.on_train_begin(*begun, model=trainer.model)
         space = args.trackio_space_id or os.environ.get("TRACKIO_SPACE_ID")
@@ -185,9 +187,7 @@ def finish_trackers(run_dir: Path) -> Iterator[None]:
             thread.start()
             thread.join(FINISH_SECONDS)
             if thread.is_alive():
-                log.warning(
-                    "%s has not taken everything within %.0f s: the rest may be missing there", name, FINISH_SECONDS
-                )
+                log.warning("%s has not taken everything within %.0f s: the rest may be missing", name, FINISH_SECONDS)
 
 
 def end_quietly(name: str, finish: Callable[..., Any], code: int) -> None:
