@@ -101,6 +101,7 @@ def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
     for board in callbacks_of(trainer, TensorBoardCallback):
         if board.logging_dir is None:
             board.logging_dir = str(run_dir / TENSORBOARD)
+        survive_errors(board)
         log.info("tensorboard --logdir %s shows the metrics", os.path.relpath(board.logging_dir))
 
 
@@ -159,7 +160,7 @@ def begin_trackers(run_dir: Path, trainer: Any) -> None:
         known |= {"wandb_project": wandb.run.project, "wandb_id": wandb.run.id}
         urls["wandb"] = wandb.run.url
     for callback in callbacks_of(trainer, TrainerCallback):
-        if type(callback).__module__ == WandbCallback.__module__:
+        if type(callback).__module__ == WandbCallback.__module__ and not isinstance(callback, TensorBoardCallback):
             survive_errors(callback)
     for callback in trackios:
         # Its model gets a tag; the real one would stay in memory until after the merge.

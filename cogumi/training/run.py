@@ -262,8 +262,8 @@ def open_run(run_dir: Path, resuming: bool, meter: Meter) -> Iterator[Heartbeat]
         exit_on_signals(),
         lock_run(run_dir),
         write_report_at_end(run_dir),
-        record_run(run_dir, resuming),
         finish_trackers(run_dir),
+        record_run(run_dir, resuming),
         measure_run(run_dir, meter) as heart,
     ):
         forget_requests(run_dir)  # left over from an earlier part of the run
