@@ -134,6 +134,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_an_adapter_folder_wins(
     (mirror / "checkpoint-6").mkdir()  # its upload did not end
     shutil.copyfile(mirror / "checkpoint-4" / "adapter_config.json", mirror / "checkpoint-6" / "adapter_config.json")
     shutil.copytree(adapter, mirror / "adapter")
+    assert fetched(load_config(sft, model__adapter=str(mirror))).name == fetched(run).name  # nor did this one's
+    write_manifest(mirror / "adapter", 6)
     assert fetched(load_config(sft, model__adapter=str(mirror))).name != fetched(run).name
     assert (fetched(load_config(sft, model__adapter=str(mirror))) / "cogumi-base.json").exists()
     shutil.rmtree(mirror / "adapter")
