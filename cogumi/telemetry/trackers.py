@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from cogumi.core.durability import NO_SPACE
-from cogumi.core.errors import RefusedAtSetup, UsageError
+from cogumi.core.errors import RefusedAtSetup, UsageError, best_effort
 from cogumi.core.formatting import one_line, pip_command
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
@@ -192,10 +192,8 @@ def finish_trackers(run_dir: Path) -> Iterator[None]:
 
 
 def end_quietly(name: str, finish: Callable[..., Any], code: int) -> None:
-    try:
+    with best_effort(f"end the run of {name}"):
         finish(exit_code=code)
-    except Exception as error:  # noqa: BLE001  whatever a tracker's package raises
-        log.warning("%s could not be ended: %s", name, quote_error(error))
 
 
 def close_tensorboard(trainer: Any) -> None:
