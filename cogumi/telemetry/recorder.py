@@ -27,11 +27,13 @@ from cogumi.core.errors import FINISHED_AND_SAVED, TRACEBACK_IN, RefusedAtSetup,
 from cogumi.core.formatting import format_duration
 from cogumi.core.redact import RedactingFormatter, VisibleFormatter, redact_text
 from cogumi.core.run_directory import (
+    DECISIONS,
     ROLLOUTS,
     SAMPLES_FILE,
     append_jsonl,
     json_line,
     read_jsonl,
+    read_section,
     this_process,
     write_atomic,
     write_json,
@@ -469,6 +471,8 @@ def terminal_loggers() -> list[logging.Logger]:
 
 def set_status(run_dir: Path, state: str, **more: Any) -> None:
     try:
+        urls = read_section(run_dir / DECISIONS, "trackers").get("urls")
+        more |= {"trackers": urls} if urls else {}
         write_json(run_dir / "status.json", {"state": state, "time": time.time(), **this_process(), **more})
     except OSError as error:  # only the end of a run has to be written
         if error.errno not in NO_SPACE or state not in ("running", "paused"):
