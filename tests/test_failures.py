@@ -77,7 +77,9 @@ def test_a_failed_run_names_its_known_cause_and_whether_to_try_again(
 ) -> None:
     done = fails(error)
     assert done.returncode == code, done.stderr[-3000:]
-    assert "Traceback" in done.stderr, done.stderr
+    assert ("Traceback" in done.stderr) is (cause is None), done.stderr
+    assert ("cogumi: the traceback is in run/run.log" in done.stderr) is (cause is not None)
+    assert "Traceback" in (tmp_path / "run" / "run.log").read_text()
     assert (tmp_path / "run").exists(), done.stderr
     run = tmp_path / "run"
     record, status = read_json(run / "status.json"), status_of(run)

@@ -3,19 +3,22 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from processes import until
 
 from cogumi.core.run_directory import read_json
 from cogumi.health.flags import RunHistory, RunSettings
 from cogumi.health.rules import gpu
-from cogumi.stack.gpu_health import GpuHealth, read_gpu_health
+from cogumi.stack.gpu_health import GpuHealth, read_gpu_health, wait_for_gpus, wait_for_memory
 from cogumi.telemetry.heartbeat import Heartbeat
 from cogumi.telemetry.recorder import record_run
 from cogumi.telemetry.status import status_of
@@ -119,3 +122,67 @@ def test_heartbeat_rows_and_flag_tell_of_the_card(
         raise ValueError("boom")
     assert read_json(tmp_path / "status.json")["gpu_memory"][str(os.getpid())] == 10 << 30
     assert "GPU memory then: 10.0 GiB by process" in str(replace(status_of(tmp_path), cause=None))
+
+
+class FakeNvml:
+    """Two GPUs whose processes are (PID, bytes), after nvidia-ml-py 13.615.71. before: their processes at the first look."""
+
+    def __init__(self, *gpus: list[tuple[int, int | None]], before: Any = None) -> None:
+        self.gpus, self.looks = gpus, [before] if before else []
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}abc"
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        listed = (self.looks.pop() if self.looks else self.gpus)[handle]
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in listed]
+
+
+@pytest.fixture
+def zombie() -> Iterator[int]:
+    """A process that was killed and not yet reaped."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child.kill()
+    until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+    yield child.pid
+    child.wait()
+
+
+def test_the_memory_of_a_dead_run_is_waited_for(zombie: int) -> None:
+    nvml = FakeNvml([], before=[[(zombie, 60 << 30)]])
+    assert wait_for_memory(nvml, None, patience=60.0, pause=0.01) == ""
+    assert not nvml.looks
+
+
+@pytest.mark.parametrize("visible", [None, "1", "GPU-1abc", "0, 1"])
+def test_who_holds_memory_after_the_wait_is_named(zombie: int, visible: str | None) -> None:
+    nvml = FakeNvml([(os.getpid(), 9 << 30)], [(zombie, 60 << 30), (2**22 + 1, 2 << 30), (7, 10**8), (8, None)])
+    began = time.monotonic()
+    line = wait_for_memory(nvml, visible, patience=0.3, pause=0.01)
+    assert time.monotonic() - began >= 0.3
+    assert line == (
+        f"other processes hold GPU memory: 60.0 GiB by an unseen process ({zombie}), 2.0 GiB by an unseen process ({2**22 + 1})"
+    )
+
+
+@pytest.mark.parametrize(("visible", "named"), [(None, True), ("0", False), ("GPU-1abc", True), ("MIG-x", False)])
+def test_a_living_process_is_named_at_once(
+    processes: list[tuple[int, int | None]], visible: str | None, named: bool
+) -> None:
+    began = time.monotonic()
+    line = wait_for_memory(FakeNvml([], processes[:2]), visible, patience=600.0)
+    assert time.monotonic() - began < 60
+    assert bool(line) == named
+    assert not named or ("5.0 GiB by python" in line and f"({processes[1][0]})" in line), line
+
+
+def test_without_a_driver_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wait_for_gpus() == ""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert wait_for_gpus() == ""

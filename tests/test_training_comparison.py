@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from finished_runs import FinishedRun
+from golden import Golden
 
 import cogumi
 from cogumi.config.schema import load_config
@@ -143,17 +144,24 @@ def test_a_result_that_is_worse_is_a_failed_check_and_its_gate_stops_push_and_th
     assert line.endswith("; train again, or push it --anyway: the card says so")
     for key, place in (("model__adapter", "adapter"), ("model__name", "merged")):
         later = load_config(chat, **{key: str(result.run_dir / place), "cogumi__run_dir": str(result.run_dir) + "2"})
-        with pytest.raises(UsageError, match=r"cogumi\.gate: better is not met: log_likelihood .*cogumi\.anyway: true"):
+        with pytest.raises(
+            UsageError, match=r"cogumi\.gate: better is not met: log_likelihood .*cogumi\.from_failed: true"
+        ):
             check_settings(later)
-        later.cogumi.anyway = True
+        later.cogumi.from_failed = True
         check_settings(later)
 
 
 @pytest.mark.parametrize(
-    ("gate", "passed", "stops"), [("not_worse", True, False), ("better", False, True), (None, False, False)]
+    ("gate", "passed", "stops"),
+    [
+        ("not_worse", True, ""),
+        ("better", False, "better is not met: a figure"),
+        (None, False, "failed checks: comparison"),
+    ],
 )
 def test_a_gate_goes_by_the_check_of_the_comparison_alone(
-    gate: str | None, passed: bool, stops: bool, finished_sft: FinishedRun, tmp_path: Path
+    gate: str | None, passed: bool, stops: str, finished_sft: FinishedRun, tmp_path: Path
 ) -> None:
     before = Path(shutil.copytree(finished_sft.home, tmp_path / "before"))
     values, verdict = yaml.safe_load((before / "config.yaml").read_text()), read_json(before / "verdict.json")
@@ -166,7 +174,7 @@ def test_a_gate_goes_by_the_check_of_the_comparison_alone(
     verdict["checks"].append({"name": "comparison", "figure": "a figure", "passed": passed})
     write_json(before / "verdict.json", verdict)
     if stops:
-        with pytest.raises(UsageError, match="a figure"):
+        with pytest.raises(UsageError, match=stops):
             check_settings(run)
     else:
         check_settings(run)
@@ -273,3 +281,42 @@ def test_the_margin_of_pairs_is_what_trl_measures(finished_dpo: FinishedRun, com
     ]
     assert 0.1 * pair["mean"] == pytest.approx(margins[-1], rel=0.02)
     assert margins[-1] > 0
+
+
+PARTS = {"merged": "model__name", "adapter": "model__adapter", "checkpoints/adapters/step-2": "model__adapter",
+         "checkpoints/checkpoint-2": "model__adapter"}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_next_stage_asks_for_the_checks_of_the_run_it_starts_from(
+    part: str, finished_sft: FinishedRun, tmp_path: Path, golden: Golden
+) -> None:
+    """A merge that failed is of no concern to the next stage of the adapter."""
+    before = Path(shutil.copytree(finished_sft.home, tmp_path / "before"))
+    if not (before / part).exists():
+        shutil.copytree(before / "adapter", before / part)
+    values = yaml.safe_load((finished_sft.home / "config.yaml").read_text()) | {"lora": {}}
+    overrides = {PARTS[part]: str(before / part), "cogumi__run_dir": str(tmp_path / "run")}
+    check_settings(load_config(values, **overrides))
+    verdict = read_json(before / "verdict.json")
+    for name, refused in (("merge", part == "merged"), ("trained tokens", True)):
+        failed = {"name": name, "figure": "a figure", "passed": False}
+        write_json(before / "verdict.json", verdict | {"checks": [*verdict["checks"], failed]})
+        if refused:
+            with golden.raises("stage", message=f"failed checks: {name}", key=PARTS[part].replace("__", ".")):
+                check_settings(load_config(values, **overrides))
+        else:
+            check_settings(load_config(values, **overrides))
+    check_settings(load_config(values, **overrides, cogumi__from_failed=True))
+
+
+def test_a_run_without_a_verdict_is_started_from_with_a_warning(
+    chat: dict[str, Any], finished_chat: FinishedRun, tmp_path: Path
+) -> None:
+    before = Path(shutil.copytree(finished_chat.home, tmp_path / "before"))
+    (before / "verdict.json").unlink()
+    chat["cogumi"] |= {"compare_with": None, "gate": None}
+    result = cogumi.train(chat, model__adapter=str(before / "adapter"), train__max_steps=1)
+    (line,) = [line for line in (result.run_dir / "run.log").read_text().splitlines() if "no verdict" in line]
+    assert "WARNING" in line
+    assert str(before) in line

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from cogumi.config.binding import (
     FIXED_LORA_KEYS,
@@ -49,6 +49,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
+def path_text(place: Any) -> Any:
+    return str(Path(str(place))) if place is not None and "://" not in str(place) else place
+
+
 class ModelSection(Section):
     """The section `model:`."""
 
@@ -62,8 +66,16 @@ class ModelSection(Section):
     """As in transformers: sdpa, eager, flash_attention_2, ...; chosen by the machine and the model when unset."""
     quantization_config: dict[str, Any] | None = None
     """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4 with double quantization, in `dtype`."""
-    adapter: Path | None = None
-    """The adapter directory of an earlier run, such as runs/sft/adapter, to start from; its `lora:` section holds."""
+    adapter: Annotated[str | None, BeforeValidator(path_text)] = None
+    """The adapter to start from, whose `lora:` section holds: a directory such as runs/sft/adapter, `user/repo` or
+    `user/repo@revision` on the hub, `hf://user/repo/folder`, `s3://bucket/run`, or a mirror, whose newest checkpoint is taken."""
+    _fetched: dict[str, str] = PrivateAttr(default_factory=dict)  # `methods/adapter_source.py`
+
+    @property
+    def adapter_dir(self) -> Path | None:
+        """The directory of `adapter`, once it is here."""
+        place = self._fetched.get("directory", self.adapter)
+        return None if place is None else Path(place)
 
 
 Format = Literal["fim", "chat", "prompt_completion", "text", "preference"]
@@ -280,8 +292,8 @@ class CogumiSection(Section):
     what the method trains for (likelihood, preference margin, rewards) fails a check."""
     gate: Literal["better", "not_worse"] | None = None
     """What that comparison has to show for `cogumi push` and for a run that starts from this one."""
-    anyway: bool = False
-    """Start from a run whose gate is not met."""
+    from_failed: bool = False
+    """Start from a part of a run whose checks failed or whose gate is not met (`model.name`, `model.adapter`)."""
     base_mode: Literal["full", "dequant"] = "full"
     """dequant: merge into the base's own 4-bit weights, read as floats, and not into the model they were quantized from."""
 
@@ -394,7 +406,8 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
     for name, (why, fix) in REFUSED_TRAIN_KEYS.items():
         if name in run.train:
             raise origins.error(f"train.{name} {why}", f"train.{name}", fix)
-    for key, value in (("model.name", run.model.name), ("data.source", run.data.source)):
+    named = {"model.name": run.model.name, "model.adapter": run.model.adapter, "data.source": run.data.source}
+    for key, value in named.items():
         if value is not None and redact_text(value) != value:  # an adapter's record of its base could not leave it out
             raise origins.error(f"{key} holds an access token", key, "put that into the environment (HF_TOKEN)")
     if run.cogumi.run_dir is None:

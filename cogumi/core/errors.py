@@ -64,6 +64,10 @@ class RunFailed(Exception):
         self.retriable = retriable
 
 
+class UserCodeError(RuntimeError):
+    """The user's own code raised an error in a run; the message names the function, the file and the line."""
+
+
 class MergeError(Exception):
     """A merge produced something that is not W + delta, or a merged directory is not what was written."""
 
@@ -89,6 +93,8 @@ def ends_by_signal(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
+# Begins the note of an error that a run has logged with its known cause: the command line prints this note alone.
+TRACEBACK_IN = "the traceback is in "
 # What KeyboardInterrupt says when a training was ended in good order. (A subclass would not give exit status 130.)
 FINISHED_AND_SAVED = "ended after its last finished step; the lines above say what was saved"
 

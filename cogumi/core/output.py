@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import typer
 
-from cogumi.core.errors import MergeError, RunFailed, UsageError
+from cogumi.core.errors import TRACEBACK_IN, MergeError, RunFailed, UsageError
 from cogumi.core.formatting import CONTROLS, escape_controls
 from cogumi.core.redact import VisibleFormatter
 from cogumi.core.signatures import exit_status
@@ -103,7 +103,9 @@ def run_command(app: typer.Typer) -> None:
         print_text(f"cogumi: {with_options(str(error), sys.argv[1:])}", to_error=True)
         sys.exit(exit_status(error))
     except Exception as error:  # noqa: BLE001 (whatever a command raises)
-        print_text("".join(traceback.format_exception(error)), end="", to_error=True)
+        notes = [note for note in getattr(error, "__notes__", []) if note.startswith(TRACEBACK_IN)]
+        text = f"cogumi: {notes[0]}\n" if notes else "".join(traceback.format_exception(error))
+        print_text(text, end="", to_error=True)
         sys.exit(exit_status(error))
     except SystemExit as stop:
         if stop.code in STOP_CODES:

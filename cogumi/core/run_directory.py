@@ -115,12 +115,18 @@ def failed_check_names(run: Path, of_merge: bool = True) -> list[str]:
     return [name for name in names if of_merge or not name.startswith("merge")]
 
 
-def describe_unmet_gate(run: Path) -> str:
-    """Describe the `cogumi.gate` that a run has not met, with the figure of its comparison; "" without one, or if it has."""
-    gate, judged = (config_of(run).get("cogumi") or {}).get("gate"), run / "verdict.json"
-    checks = read_json(judged)["checks"] if gate and judged.exists() else []
+def describe_failure(run: Path, of_merge: bool = True) -> str:
+    """Describe the `cogumi.gate` that a run has not met, with the figure of its comparison, else the checks that it failed.
+
+    Returns "" for a run that failed nothing, also for one without a verdict. of_merge: also checks of its merge.
+    """
+    gate, has_verdict = (config_of(run).get("cogumi") or {}).get("gate"), (run / "verdict.json").exists()
+    checks = read_json(run / "verdict.json")["checks"] if gate and has_verdict else []
     check = next((check for check in checks if check["name"] == COMPARED), {"figure": "the run has no comparison"})
-    return f"cogumi.gate: {gate} is not met: {check['figure']}" if gate and not check.get("passed") else ""
+    if gate and not check.get("passed"):
+        return f"cogumi.gate: {gate} is not met: {check['figure']}"
+    failed = failed_check_names(run, of_merge) if has_verdict else []
+    return f"failed checks: {', '.join(failed)}" if failed else ""
 
 
 def write_section(path: Path, name: str, value: Any) -> None:

@@ -27,6 +27,7 @@ NETWORK_ERROR = re.compile(
     r"(httpx|requests\.exceptions|aiohttp\.client_exceptions|botocore\.exceptions|torch\.distributed)\."
     r"((Network|Connection|ClientConnection|HTTPClient|RemoteProtocol|DistNetwork)Error|Timeout(Exception)?)"
 )
+AWS_TRANSIENT = re.compile("AWS Error (NETWORK_CONNECTION|REQUEST_TIMEOUT|SLOW_DOWN|SERVICE_UNAVAILABLE)")
 NEXT_STEP = (
     "  next: `cogumi doctor` checks this environment; a CUDA error: once more with CUDA_LAUNCH_BLOCKING=1, "
     "which shows where it is"
@@ -149,7 +150,7 @@ def known_cause_of(error: BaseException) -> dict[str, Any]:
     statuses = [getattr(getattr(link, "response", None), "status_code", 0) for link in chain]
     again = known.get("retriable", False) or any(getattr(link, "retriable", False) for link in chain)
     again |= any(map(NETWORK_ERROR.fullmatch, kinds)) or any(status == 429 or status >= 500 for status in statuses)
-    return {**known, "retriable": again}
+    return {**known, "retriable": again or bool(AWS_TRANSIENT.search(text))}
 
 
 def exit_status(error: BaseException) -> int:

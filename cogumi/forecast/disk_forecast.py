@@ -39,6 +39,7 @@ from cogumi.forecast.training_step import keep_on_meta, without_machine
 from cogumi.hub.downloads import find_commit, plan_download
 from cogumi.merge.preflight import find_original
 from cogumi.merge.witness import witness_bytes
+from cogumi.methods.adapter_source import find_adapter
 from cogumi.methods.auto_settings import dtype_of_weights
 from cogumi.methods.building import trl_arguments
 from cogumi.methods.warm_start import lora_of
@@ -279,8 +280,9 @@ def forecast_disks(run: RunConfig) -> DiskForecast:
     """
     gspo_loss.apply()  # without it TRL takes no gspo; unsloth, which must be imported first, is of no use to shapes
     args = trl_arguments(without_machine(run))
-    if run.model.adapter is not None:
-        run.lora = lora_of(run.model.adapter, run.lora)
+    find_adapter(run)
+    if run.model.adapter_dir is not None:
+        run.lora = lora_of(run.model.adapter_dir, run.lora)
     base = read_base(run.model.name, run.model.revision)
     config = base.config
     if run.model.quantization_config is not None:  # which changes nothing of what is written

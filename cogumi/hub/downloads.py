@@ -43,8 +43,8 @@ from cogumi.core.run_directory import write_json
 log = logging.getLogger("cogumi")
 
 MAX_FILES_AT_ONCE = 2
-KEYS = {"model": "model.name", "dataset": "data.source"}
-NAMES = {"model": "model", "dataset": "data set"}
+KEYS = {"model": "model.name", "dataset": "data.source", "adapter": "model.adapter"}
+NAMES = {"model": "model", "dataset": "data set", "adapter": "adapter"}
 NO_MODEL = "for an adapter use model.adapter, for a GGUF file name its full-precision original"
 MORE_ROOM = "make room, or set HF_HOME to a directory on another disk"
 UNWRITABLE = (*NO_SPACE, errno.EACCES, errno.EPERM, errno.EROFS)  # what the disk of the cache says
@@ -313,7 +313,8 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
         fix = f"accept its licence at {page}, and set HF_TOKEN to a token of that account"
     elif isinstance(error, RevisionNotFoundError):
         text = f"{name} has no revision {revision!r}"
-        fix = f"see {page}/commits/main, or drop {key.partition('.')[0]}.revision"
+        drop = f"@{revision}" if kind == "adapter" else f"{key.partition('.')[0]}.revision"
+        fix = f"see {page}/commits/main, or drop {drop}"
     elif isinstance(error, RepositoryNotFoundError):
         how = "HF_TOKEN may not see it" if token else "it is private and no HF_TOKEN is set"
         text, fix = f"no {noun} at {name!r} on the hub, or {how}", suggest_name(name, kind)
@@ -334,7 +335,7 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
 def suggest_name(name: str, kind: str) -> str:
     """Return "did you mean ...?" with a repository of the same owner whose name is near, or an empty string."""
     owner = name.partition("/")[0]
-    list_repositories: Any = hf.HfApi().list_models if kind == "model" else hf.HfApi().list_datasets
+    list_repositories: Any = hf.HfApi().list_datasets if kind == "dataset" else hf.HfApi().list_models
     try:
         near = nearest(name, [repository.id for repository in list_repositories(author=owner, limit=500)])
     except httpx.HTTPError:

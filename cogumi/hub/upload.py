@@ -20,7 +20,7 @@ from cogumi.core.durability import blake3_file
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes, one_line
 from cogumi.core.redact import redact_text
-from cogumi.core.run_directory import DECISIONS, describe_unmet_gate, failed_check_names, read_json, read_section
+from cogumi.core.run_directory import DECISIONS, describe_failure, read_json, read_section
 from cogumi.hub.downloads import status_of
 
 CARD = "README.md"
@@ -62,8 +62,6 @@ def push_model(source: Path, name: str, what: str | None = None, private: bool =
     run, directory, kind = find_model(source, what)
     if run is not None and not anyway and (wrong := why_not(run, kind)):
         fix = "train again, or push it --anyway: the card says so"
-        if gate := describe_unmet_gate(run):
-            raise UsageError(gate, place=run, fix=fix)
         if kind == "merged" and not why_not(run, "adapter"):
             fix = "push the adapter (--what adapter), or mend the merge (cogumi status has the command)"
         raise UsageError(wrong, place=run, fix=fix)
@@ -106,14 +104,12 @@ def find_model(source: Path, what: str | None) -> tuple[Path | None, Path, str]:
 
 
 def why_not(run: Path, kind: str) -> str:
-    """Why a run's "merged" or "adapter" is not for others: "" where every check of it passed and no flag is red."""
+    """Why a run's "merged" or "adapter" is not for others: "" where gate and checks passed and no flag is red."""
     if not (run / "verdict.json").exists():
         return "the run has no verdict"
-    verdict = read_json(run / "verdict.json")
-    wrong = failed_check_names(run, of_merge=kind == "merged")
-    red = [flag["name"] for flag in verdict["flags"] if flag["level"] == "red"]
-    reasons = {"failed checks": wrong, "red flags": red}
-    return "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items() if names)
+    red = [flag["name"] for flag in read_json(run / "verdict.json")["flags"] if flag["level"] == "red"]
+    failure = describe_failure(run, of_merge=kind == "merged")
+    return "; ".join(filter(None, (failure, f"red flags: {', '.join(red)}" if red else "")))
 
 
 def find_base(directory: Path) -> tuple[str | None, str | None]:

@@ -142,9 +142,9 @@ def build_trainer(
     keep_float32(trainer.model)
     if args.bf16 and not unsloth_rl.is_in_place() and (count := drop_casts(trainer.model)):
         log.info("chosen: no input casts by PEFT (autocast casts those of %d LoRA layers to the same values)", count)
-    if run.model.adapter is not None:
+    if run.model.adapter_dir is not None:
         compares = run.cogumi.method != "sft" and trainer.beta != 0
-        load_exact_values(trainer, run.model.adapter, compares=compares)
+        load_exact_values(trainer, run.model.adapter_dir, compares=compares)
     if run.cogumi.loraplus_ratio is not None:
         use_loraplus(trainer, run.cogumi.loraplus_ratio, run.run_dir)
     return trainer
@@ -178,12 +178,12 @@ def rebuild_model(run: RunConfig, base: RunBase, trained: Iterable[tuple[str, to
 def with_adapter(run: RunConfig, model: Any) -> tuple[Any, Any]:
     """(model, peft_config): the model with its adapter on where the trainer cannot put it on, or a config for it to do so."""
     if unsloth_rl.is_in_place():  # its trainers ignore `peft_config`, and would train every weight
-        if run.model.adapter is not None:
-            adapted = load_adapter(model, run.model.adapter, run.model.revision)
+        if run.model.adapter_dir is not None:
+            adapted = load_adapter(model, run.model.adapter_dir, run.model.revision)
             return wrap_adapter(adapted, checkpoints_layers(run)), None
         return add_fast_adapter(run, model, checkpoints_layers(run)), None
-    if run.model.adapter is not None:
-        return load_adapter(model, run.model.adapter, run.model.revision), None
+    if run.model.adapter_dir is not None:
+        return load_adapter(model, run.model.adapter_dir, run.model.revision), None
     return model, lora_config(run.lora, commit_of(model.config) or run.model.revision, model)
 
 

@@ -14,11 +14,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
-from cogumi.core.run_directory import DECISIONS, describe_unmet_gate, read_section
+from cogumi.core.run_directory import DECISIONS, describe_failure, read_section
 from cogumi.hub.downloads import find_commit
 from cogumi.merge.adapter_files import WHERE_TRAINED, refuse_unsupported
 from cogumi.merge.preflight import Original, check_loadable, expected_base, find_original, plan_adapter
 from cogumi.methods import auto_settings
+from cogumi.methods.adapter_source import find_adapter
 from cogumi.methods.sampler import refuse_quantized
 from cogumi.methods.warm_start import check_recorded_base, lora_of
 from cogumi.models.adapters import check_targets, lora_config
@@ -41,14 +42,28 @@ def check_settings(run: RunConfig, on_this_machine: bool = True) -> None:
         raise UsageError(reason, fix="set cogumi.price_per_hour as well")
     if options.tuning == "full":
         auto_settings.refuse_adapter_settings(run)
-    for key, place in (("model.name", run.model.name), ("model.adapter", run.model.adapter)):
-        before = None if place is None or options.anyway else run_above(Path(place))
-        if before is not None and (gate := describe_unmet_gate(before)):
-            raise UsageError(gate, place=before, key=key, fix="train that again, or set cogumi.anyway: true here")
+    for key, before in runs_before(run).items() if not options.from_failed else ():
+        if failure := describe_failure(before, of_merge=key == "model.name"):
+            fix = "train that again, or set cogumi.from_failed: true here"
+            raise UsageError(failure, place=before, key=key, fix=fix)
     if on_this_machine:
         auto_settings.refuse_segments(run)
-    if run.model.adapter is not None:
-        run.lora = lora_of(run.model.adapter, run.lora)
+    find_adapter(run)
+    if run.model.adapter_dir is not None:
+        run.lora = lora_of(run.model.adapter_dir, run.lora)
+
+
+def runs_before(run: RunConfig) -> dict[str, Path]:
+    """Return the runs that this one starts from a part of, by the key that names it."""
+    places = {"model.name": run.model.name, "model.adapter": run.model.adapter}
+    runs = {key: run_above(Path(place)) for key, place in places.items() if place is not None}
+    return {key: before for key, before in runs.items() if before is not None}
+
+
+def describe_unjudged(run: RunConfig) -> str:
+    """Say which run this one starts from has no verdict; "" if each has."""
+    paths = [str(path) for path in runs_before(run).values() if not (path / "verdict.json").exists()]
+    return f"started from a run that has no verdict, unfinished or killed: {', '.join(paths)}" if paths else ""
 
 
 def prepare_base(run: RunConfig) -> tuple[RunConfig, RunBase]:
@@ -56,6 +71,7 @@ def prepare_base(run: RunConfig) -> tuple[RunConfig, RunBase]:
 
     The commit is the one that the run began with, or the hub's current one, whatever happens to the branch afterwards.
     """
+    find_adapter(run)
     known, name = read_section(run.run_dir / DECISIONS, "base"), run.model.name
     commit = known["commit"] if known.get("name") == name else find_commit(name, run.model.revision)
     if commit is not None:
@@ -86,8 +102,8 @@ def check_base(run: RunConfig, base: RunBase) -> str:
     if run.cogumi.tuning == "lora":
         coverage = check_targets(run.lora, base, is_own=run.model.adapter is None)
     refuse_without_decoder(base)
-    if run.model.adapter is not None:
-        check_recorded_base(run.model.adapter, base.config, base.revision)
+    if run.model.adapter_dir is not None:
+        check_recorded_base(run.model.adapter_dir, base.config, base.revision)
     refuse_quantized(run, base.config)
     if run.model.quantization_config is not None:
         refuse_untrainable(base.name, base.config, run.cogumi.tuning)  # which dropping the key would lead to
@@ -144,7 +160,7 @@ def load_run_tokenizer(run: RunConfig, base: RunBase) -> PreTrainedTokenizerBase
 
     `train:` may name another chat template and end token for it.
     """
-    adapter = run.model.adapter
+    adapter = run.model.adapter_dir
     of_adapter = adapter is not None and (adapter / "tokenizer_config.json").exists()
     tokenizer = load_tokenizer(str(adapter) if of_adapter else base)
     if (template := run.train.get("chat_template_path")) is not None:

@@ -407,6 +407,7 @@ def summary(status: Status, config: Mapping[str, Any], metrics: Mapping[str, Any
         "tokens": f"{values['tokens']:,}" if values.get("tokens") else "",
         "speed": f"{values['tokens_per_second']:,.0f} tokens/s" if values.get("tokens_per_second") else "",
         "MFU": f"{values['mfu']:.1%}" if values.get("mfu") else "",
+        "trackers": ", ".join((status.trackers or {}).values()),
         "machine": ", ".join(filter(None, [status.host, *machine])),
         "sandbox": read_section(run / DECISIONS, "sandbox").get("what", "").removeprefix("sandbox: "),
     }

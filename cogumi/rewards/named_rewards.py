@@ -23,7 +23,7 @@ from typing import Any, get_origin, get_type_hints
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from cogumi.config.binding import nearest
-from cogumi.core.errors import UsageError, ends_by_signal
+from cogumi.core.errors import UsageError, UserCodeError, ends_by_signal
 from cogumi.core.user_code import describe_error, load_object
 from cogumi.data.chat import text_of
 from cogumi.rewards.functions import (
@@ -69,7 +69,7 @@ SHAPE_ERRORS = (TypeError, AttributeError, KeyError)
 SAMPLE = "The answer is 42."
 
 
-class RewardError(RuntimeError):
+class RewardError(UserCodeError):
     """A reward of the user's own raised an error; the message names the function, the file and the line."""
 
 

@@ -12,6 +12,7 @@ from cogumi.config.source import Config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_command
 from cogumi.core.notices import show_import
+from cogumi.stack.gpu_health import wait_for_gpus
 from cogumi.stack.gpus import (
     count_launched,
     count_processes,
@@ -54,6 +55,8 @@ def train_run(run: "RunConfig") -> "RunResult":
 
             refuse_missing_gpus(count, os.environ)
             return train_in_processes(run, count)
+    use_one_gpu()
+    wait_for_gpus()  # the run looks again and logs it
     with import_backend(run):
         from cogumi.training import train as train_here
 

@@ -1,11 +1,17 @@
 """Health of a GPU and the memory of processes on it, by NVML (nvidia-ml-py)."""
 
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
+
+from cogumi.core.formatting import format_memory
+from cogumi.stack.gpus import VARIABLE
+
+MIN_HELD, PATIENCE_SECONDS = 10**9, 60.0  # a process of less than a GB is a desktop or an idle context
 
 # NVML's reasons for lower clocks that are faults of the machine. SwPowerCap is none: a busy card runs at its limit.
 SLOWDOWNS = ("SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "HwSlowdown")
@@ -59,3 +65,44 @@ def read_gpu_health(uuid: object) -> GpuHealth | None:
         processes=used,
         others=sum(used[pid] for pid in others) if os.getpid() in used else None,
     )
+
+
+def wait_for_gpus(patience: float = PATIENCE_SECONDS) -> str:
+    """Call `wait_for_memory` for the GPUs of this process; "" without NVML. Call it before CUDA starts."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return wait_for_memory(pynvml, os.environ.get(VARIABLE), patience)
+    except Exception:  # noqa: BLE001 (NVML's own, where its package is there)
+        return ""
+
+
+def wait_for_memory(nvml: Any, visible: str | None, patience: float, pause: float = 1.0) -> str:
+    """Wait while a process that is gone holds over a GB of these GPUs; describe who does at the end, "" if nobody.
+
+    nvml: the module pynvml, initialized. visible: CUDA_VISIBLE_DEVICES, None for all. patience, pause: in seconds.
+    """
+    gpus = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    if visible is not None:
+        chosen = visible.replace(" ", "").split(",")
+        gpus = [gpu for index, gpu in enumerate(gpus) if {str(index), nvml.nvmlDeviceGetUUID(gpu)} & {*chosen}]
+    deadline = time.monotonic() + patience
+    while True:
+        listed = [process for gpu in gpus for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)]
+        held = {process.pid: process.usedGpuMemory for process in listed if (process.usedGpuMemory or 0) > MIN_HELD}
+        names = {pid: name_process(pid) for pid in held if pid != os.getpid()}
+        if all(names.values()) or time.monotonic() >= deadline:
+            break
+        time.sleep(pause)
+    lines = (f"{format_memory(held[pid])} by {name or 'an unseen process'} ({pid})" for pid, name in names.items())
+    return f"other processes hold GPU memory: {', '.join(lines)}" if names else ""
+
+
+def name_process(pid: int) -> str:
+    """Return the name of a process; "" for one that is dead or dying, or of another container."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return process.name()
+    return ""

@@ -23,15 +23,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from cogumi.core.durability import NO_SPACE
-from cogumi.core.errors import FINISHED_AND_SAVED, RefusedAtSetup
+from cogumi.core.errors import FINISHED_AND_SAVED, TRACEBACK_IN, RefusedAtSetup, UserCodeError
 from cogumi.core.formatting import format_duration
 from cogumi.core.redact import RedactingFormatter, VisibleFormatter, redact_text
 from cogumi.core.run_directory import (
+    DECISIONS,
     ROLLOUTS,
     SAMPLES_FILE,
     append_jsonl,
     json_line,
     read_jsonl,
+    read_section,
     this_process,
     write_atomic,
     write_json,
@@ -44,7 +46,7 @@ from cogumi.patches.trl_internals import logged_completions, observe_rollouts
 from cogumi.stack.gpu_health import read_gpu_health
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat
-from cogumi.telemetry.status import read_json_or_empty
+from cogumi.telemetry.status import read_json_or_empty, relative_path
 from cogumi.telemetry.throughput import PAUSED_STAGE, ROLLOUT, Meter, Throughput
 
 log = logging.getLogger("cogumi")
@@ -433,6 +435,10 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
         known = known_cause_of(error) if state == "failed" else {}
         if "cause" in known:
             log.error("known cause: %s Fix: %s", known["cause"], known["fix"])
+        if state == "failed":
+            log.debug("the traceback:", exc_info=error)
+            if "cause" in known or isinstance(error, UserCodeError):
+                error.add_note(f"{TRACEBACK_IN}{relative_path(str(run_dir / 'run.log'))}")
         if torch.cuda.is_initialized() and (health := read_gpu_health(torch.cuda.get_device_properties().uuid)):
             known["gpu_memory"] = {str(pid): size for pid, size in health.processes.items()}
         try:
@@ -466,6 +472,8 @@ def terminal_loggers() -> list[logging.Logger]:
 
 def set_status(run_dir: Path, state: str, **more: Any) -> None:
     try:
+        urls = read_section(run_dir / DECISIONS, "trackers").get("urls")
+        more |= {"trackers": urls} if urls else {}
         write_json(run_dir / "status.json", {"state": state, "time": time.time(), **this_process(), **more})
     except OSError as error:  # only the end of a run has to be written
         if error.errno not in NO_SPACE or state not in ("running", "paused"):

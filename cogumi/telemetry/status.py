@@ -46,7 +46,7 @@ class Status:
     state: as in status.json, or died (the process disappeared), or refused (at its start; there is no run). cause, fix: of a
     known failure that ended it. retriable: another try may succeed. gpu_memory: bytes by PID, when it failed. alive: None if
     this machine cannot tell. began: when the process did. last_sign: when the run last wrote its status or heartbeat.
-    snapshots: steps of adapters. latest, latest_steps: the last value of each metric, and its step. log: the messages' file.
+    trackers: URLs. snapshots: steps of adapters. latest, latest_steps: last values of metrics, and their steps. log: a file.
     """
 
     run_dir: str
@@ -60,6 +60,7 @@ class Status:
     fix: str | None
     retriable: bool | None
     gpu_memory: dict[str, int] | None
+    trackers: dict[str, str] | None
     alive: bool | None
     pid: int | None
     host: str | None
@@ -130,7 +131,7 @@ def status_of(run_dir: Path) -> Status:
         steps=beat.get("steps"),
         eta_seconds=beat.get("eta_seconds") if state in AT_WORK else None,
         reason=reason,
-        **{key: newest.get(key) for key in ("cause", "fix", "retriable", "gpu_memory")},
+        **{key: newest.get(key) for key in ("cause", "fix", "retriable", "gpu_memory", "trackers")},
         alive=alive,
         **{key: newest.get(key) for key in ("pid", "host", "began")},
         last_sign=last_sign,
@@ -215,8 +216,8 @@ def is_run(directory: Path) -> bool:
 
 
 def run_above(place: Path) -> Path | None:
-    """Return the run that a directory is or is a part of, such as its adapter, merged model or checkpoint."""
-    return next((path for path in (place, *place.resolve().parents[:2]) if place.exists() and is_run(path)), None)
+    """Return the run that a directory is or is a part of, such as its adapter, merged model, checkpoint or snapshot."""
+    return next((path for path in (place, *place.resolve().parents[:3]) if place.exists() and is_run(path)), None)
 
 
 def runs_in(path: Path) -> list[Path]:
@@ -313,6 +314,7 @@ def format_screen(status: Status) -> str:
             if flag["level"] != "green"
         ),
         describe_resume(status),
+        *(f"{name}: {url}" for name, url in (status.trackers or {}).items()),
         f"newest checkpoint: {status.checkpoint}" if status.checkpoint and status.state not in BROKEN_OFF else "",
         f"adapters of steps {', '.join(map(str, status.snapshots))}: checkpoints/adapters/step-N"
         if status.snapshots

@@ -7,21 +7,31 @@ import importlib.util
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from transformers.integrations import TensorBoardCallback, WandbCallback
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from cogumi.core.durability import NO_SPACE
-from cogumi.core.errors import RefusedAtSetup, UsageError
+from cogumi.core.errors import RefusedAtSetup, UsageError, best_effort
 from cogumi.core.formatting import one_line, pip_command
 from cogumi.core.redact import redact_text
+from cogumi.core.run_directory import DECISIONS, read_section, write_section
+from cogumi.telemetry.status import relative_path
 
 log = logging.getLogger("cogumi")
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 PACKAGES = (TENSORBOARD, WANDB, "trackio")  # transformers would look for them only when the model is loaded
+SECTION, FINISH_SECONDS = "trackers", 60.0  # of decisions.json; for a tracker's server at the end of a run
+UNFINISHED: list[tuple[str, Callable[..., Any]]] = []  # what ends the trackers' runs that this process began
 WITHOUT_WANDB = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
 
 
@@ -92,43 +102,99 @@ def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
     for board in callbacks_of(trainer, TensorBoardCallback):
         if board.logging_dir is None:
             board.logging_dir = str(run_dir / TENSORBOARD)
-        survive_full_disk(board)
-        log.info("tensorboard --logdir %s shows the metrics", os.path.relpath(board.logging_dir))
+        survive_errors(board)
+        log.info("tensorboard --logdir %s shows the metrics", relative_path(str(board.logging_dir)))
 
 
-def survive_full_disk(board: TensorBoardCallback) -> None:
-    """Let a training continue if TensorBoard's file does not fit on the disk; metrics.jsonl has the same rows."""
-    warned = False
+def survive_errors(callback: Any) -> None:
+    """Let a training continue without a tracker that raises; metrics.jsonl has the same rows.
 
-    @contextmanager
-    def unless_full() -> Iterator[None]:
-        nonlocal warned
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            board.tb_writer = None  # it would fail at each call; the next row gets a new one
-            if not warned:
-                log.warning("TensorBoard's file does not fit on the disk; training continues without it")
-            warned = True
-
-    for event in ("on_train_begin", "on_log", "on_train_end"):
-        setattr(board, event, unless_full()(getattr(board, event)))
-
-
-def begin_wandb(trainer: Any) -> None:
-    """Have W&B make its run now. Raises RefusedAtSetup with W&B's own words.
-
-    transformers would do it when the training begins, and its failure would end the training with a traceback.
+    TensorBoard's file that does not fit on the disk is tried again with each row.
     """
-    for callback in callbacks_of(trainer, WandbCallback):
+    name, warned, broken = type(callback).__name__.removesuffix("Callback"), False, False
+
+    def guard(act: Callable[..., Any]) -> Callable[..., None]:
+        def call(*arguments: Any, **more: Any) -> None:
+            nonlocal warned, broken
+            try:
+                if not broken:
+                    act(*arguments, **more)
+            except Exception as error:  # noqa: BLE001  whatever a tracker's package raises
+                is_full = isinstance(error, OSError) and error.errno in NO_SPACE and hasattr(callback, "tb_writer")
+                if is_full:
+                    callback.tb_writer = None  # it would fail at each call; the next row gets a new one
+                broken = not is_full
+                if not warned:
+                    what = "'s file does not fit on the disk" if is_full else f": {quote_error(error)}"
+                    log.warning("%s%s; training continues without it", name, what)
+                warned = True
+
+        return call
+
+    for event in (event for event in dir(callback) if event.startswith("on_")):
+        setattr(callback, event, guard(getattr(callback, event)))
+
+
+def begin_trackers(run_dir: Path, trainer: Any) -> None:
+    """Have W&B and trackio make the run now, or take up the one that an unfinished run began with.
+
+    Raises RefusedAtSetup with W&B's own words: transformers would begin it with the training, and end with a traceback.
+    """
+    args, begun = trainer.args, (trainer.args, trainer.state, trainer.control)
+    known, urls = read_section(run_dir / DECISIONS, SECTION), {}
+    wandbs, trackios = callbacks_of(trainer, WandbCallback), callbacks_of(trainer, TrackioCallback)
+    if wandbs or trackios:
+        unique = f"{run_dir.absolute().name}-{secrets.token_hex(3)}"  # trackio takes a run of the same name up
+        args.run_name = known.get("name") or args.run_name or os.environ.get("WANDB_NAME") or unique
+        args.project = known.get("project", args.project)
+    for callback in wandbs:
         import wandb
 
+        project = known.get("wandb_project") or os.environ.get("WANDB_PROJECT", "huggingface")  # transformers' default
         try:
-            callback.setup(trainer.args, trainer.state, trainer.model)
+            if wandb.run is None:
+                made = wandb.init(project=project, name=args.run_name, id=known.get("wandb_id"), resume="allow")
+                UNFINISHED.append(("W&B", made.finish))
+            callback.setup(args, trainer.state, trainer.model)
         except wandb.errors.Error as error:
             raise RefusedAtSetup(f"wandb: {quote_error(error)}", key="train.report_to", fix=WITHOUT_WANDB) from error
+        known |= {"wandb_project": wandb.run.project, "wandb_id": wandb.run.id}
+        urls["wandb"] = wandb.run.url
+    for callback in callbacks_of(trainer, TrainerCallback):
+        if type(callback).__module__ == WandbCallback.__module__ and not isinstance(callback, TensorBoardCallback):
+            survive_errors(callback)
+    for callback in trackios:
+        # Its model gets a tag; the real one would stay in memory until after the merge.
+        UNFINISHED.append(("trackio", partial(callback.on_train_end, *begun, model=SimpleNamespace())))
+        callback.on_train_end = lambda *_, **__: None  # the held-out loss comes after it
+        callback.on_train_begin(*begun, model=trainer.model)
+        space = args.trackio_space_id or os.environ.get("TRACKIO_SPACE_ID")
+        urls["trackio"] = space and callback.SPACE_URL.format(space_id=space)
+    if wandbs or trackios:
+        kept = {"name": args.run_name, "project": args.project, "urls": {at: url for at, url in urls.items() if url}}
+        write_section(run_dir / DECISIONS, SECTION, known | kept)
+
+
+@contextmanager
+def finish_trackers(run_dir: Path) -> Iterator[None]:
+    """End the trackers' runs with the block, as failed unless every check passed, each within FINISH_SECONDS."""
+    code = 1
+    try:
+        yield
+        code = int(not (run_dir / "DONE").exists())
+    finally:
+        while UNFINISHED:
+            name, finish = UNFINISHED.pop()
+            thread = threading.Thread(target=copy_context().run, args=(end_quietly, name, finish, code), daemon=True)
+            thread.start()
+            thread.join(FINISH_SECONDS)
+            if thread.is_alive():
+                log.warning("%s has not taken everything within %.0f s: the rest may be missing", name, FINISH_SECONDS)
+
+
+def end_quietly(name: str, finish: Callable[..., Any], code: int) -> None:
+    with best_effort(f"end the run of {name}"):
+        finish(exit_code=code)
 
 
 def close_tensorboard(trainer: Any) -> None:

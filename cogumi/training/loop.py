@@ -266,7 +266,7 @@ def fit(
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     telemetry = recorder.Telemetry(trainer, heart, options.method, ranks)
     trackers.set_tensorboard_directory(run_dir, trainer)
-    trackers.begin_wandb(trainer)
+    trackers.begin_trackers(run_dir, trainer)
     if os.environ.get("LOCAL_RANK", "0") in ("0", "-1"):  # one process of a machine watches its disks
         trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
     protect(

@@ -35,6 +35,7 @@ from cogumi.merge.adapter_files import read_json, serving_limits
 from cogumi.merge.arithmetic import restore_matmul_precision
 from cogumi.merge.preflight import Original, check_loadable, prove_original, refuse_missing_weights
 from cogumi.methods import auto_settings, building, gspo
+from cogumi.methods.adapter_source import record_adapter
 from cogumi.methods.examples import (
     Examples,
     describe_empty_thoughts,
@@ -46,6 +47,7 @@ from cogumi.methods.preparation import (
     check_base,
     check_merge,
     check_settings,
+    describe_unjudged,
     find_merge_base,
     load_run_tokenizer,
     prepare_base,
@@ -58,6 +60,7 @@ from cogumi.models.quantized_bases import quantization_of
 from cogumi.models.unsloth_models import Backend, choose_backend
 from cogumi.notebook.panel import write_report
 from cogumi.rl.patching import patch
+from cogumi.stack.gpu_health import wait_for_gpus
 from cogumi.stack.gpus import VARIABLE, disable_cudnn_attention, refuse_several_gpus, use_one_gpu
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat, measure_run
@@ -65,7 +68,7 @@ from cogumi.telemetry.mirrored_run import mirror_run
 from cogumi.telemetry.recorder import enter_stage, record_run, write_samples
 from cogumi.telemetry.status import NON_FINITE, SANITY_CHECKED
 from cogumi.telemetry.throughput import EXPERTS, Meter
-from cogumi.telemetry.trackers import refuse_unreachable
+from cogumi.telemetry.trackers import finish_trackers, refuse_unreachable
 from cogumi.training import finish
 from cogumi.training.estimate import make_choices, run_preflight, wants_preflight
 from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit, sample_options
@@ -271,6 +274,7 @@ def open_run(run_dir: Path, resuming: bool, meter: Meter) -> Iterator[Heartbeat]
         exit_on_signals(),
         lock_run(run_dir),
         write_report_at_end(run_dir),
+        finish_trackers(run_dir),
         record_run(run_dir, resuming),
         measure_run(run_dir, meter) as heart,
     ):
@@ -293,6 +297,7 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
     """Log what the run begins with, and keep in decisions.json what a resumed one needs."""
     run_dir, examples, weights = run.run_dir, prepared.examples, prepared.weights
     examples.record(run_dir)
+    record_adapter(run)
     if resuming:
         log.info("%s resumes where it stopped; with cogumi.resume: never it would be refused", run_dir)
     finish.record_backend(run_dir, process.backend)
@@ -300,7 +305,8 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
         log.log(logging.INFO if line.startswith("chosen: ") else logging.DEBUG, "%s", line)
     for line in (*prepared.notes, *examples.reports()):
         log.info(line)
-    for warning in (describe_overlong(run, examples, prepared.base.config), describe_empty_thoughts(run, examples)):
+    overlong = describe_overlong(run, examples, prepared.base.config)
+    for warning in (overlong, describe_empty_thoughts(run, examples), describe_unjudged(run), wait_for_gpus(0)):
         if warning:
             log.warning(warning)
     if prepared.original is not None:
