@@ -446,7 +446,8 @@ class Store:
             return
         for file in files:
             path = f"{self.root}/{checkpoint.name}/{file}"
-            beside = f"{path}.partial" if self.is_local else path  # so that no reader sees half of it
+            # So that no reader sees half of it; a checkpoint has a manifest for that.
+            beside = f"{path}.partial" if self.is_local and not CHECKPOINT_NAME.fullmatch(checkpoint.name) else path
             self.fs.put_file(str(checkpoint / file), beside)
             if self.is_local:
                 sync_path(Path(beside))

@@ -119,10 +119,10 @@ def train(run: RunConfig) -> RunResult:
 
 def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Followers) -> RunResult:
     """Make one run. Bad input is refused before its directory exists."""
-    check_settings(run)
-    refuse_unreachable(run.train)
     if run.cogumi.mirror is not None and bring_back(run, Mirror(run.cogumi.mirror)):
         return read_finished(run)
+    check_settings(run)
+    refuse_unreachable(run.train)
     resuming = is_resuming(run)
     if resuming:
         refuse_spent(run.run_dir, run.cogumi)
