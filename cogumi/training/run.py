@@ -5,11 +5,12 @@
 `training/loop.py` (training), `training/finish.py` (saving, merging, the verdict).
 """
 
+import ctypes
 import gc
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,8 @@ def train_in_memory(
 
 def free_memory() -> None:
     gc.collect()  # model, trainer and optimizer refer to each other
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what the training freed, and the merge would add to it
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
