@@ -446,3 +446,13 @@ def test_a_run_goes_to_a_repository(hub: HubServer, tmp_path: Path) -> None:
     commits = len(list((hub.root / "model" / REPOSITORY).iterdir()))
     sender.send()
     assert len(list((hub.root / "model" / REPOSITORY).iterdir())) == commits, "nothing has changed"
+
+
+@pytest.mark.slow("two runs of two processes")
+def test_several_processes_are_told_that_the_run_is_finished(sft: Config, tmp_path: Path) -> None:
+    sft["cogumi"] |= {"mirror": str(tmp_path / "mirror"), "processes": 2}
+    first = cogumi.train(sft)
+    shutil.move(first.run_dir, kept := tmp_path / "first")
+    result = cogumi.train(sft)
+    assert result.metrics == first.metrics
+    assert the_same(result.run_dir, kept)
