@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from hub_server import Handler, Listener, cut
+from pyarrow.fs import FileSelector, S3FileSystem
 
 PACKAGES = Path(__file__).parents[1] / ".venv" / "s3-server"
 SERVE = """
@@ -136,3 +137,32 @@ class Passing(Handler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+class Bucket:
+    """A bucket of its own for a test, behind a proxy; looked into past the proxy."""
+
+    def __init__(self, server: int, name: str) -> None:
+        login = {"access_key": "key", "secret_key": "secret", "region": "us-east-1"}
+        self.direct = S3FileSystem(endpoint_override=f"http://127.0.0.1:{server}", allow_bucket_creation=True, **login)
+        self.name = name
+        self.direct.create_dir(name)
+        self.proxy = Proxy(server)
+        self.url = f"s3://{name}/runs/mine"
+        self.environment = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+        self.environment |= {"AWS_ENDPOINT_URL": self.proxy.url}
+
+    def files(self) -> dict[str, set[str]]:
+        """The names of the files in each checkpoint of the mirror."""
+        collected: dict[str, set[str]] = {}
+        for info in self.direct.get_file_info(
+            FileSelector(f"{self.name}/runs/mine", recursive=True, allow_not_found=True)
+        ):
+            place, _, file = info.path.removeprefix(f"{self.name}/runs/mine/").partition("/")
+            if info.is_file:
+                collected.setdefault(place, set()).add(file)
+        return collected
+
+    def put(self, name: str, data: bytes) -> None:
+        with self.direct.open_output_stream(f"{self.name}/runs/mine/{name}") as stream:
+            stream.write(data)

@@ -20,9 +20,8 @@ import pytest
 from disk_mounts import Mount, fill
 from golden import Golden
 from hub_server import HubServer, hub_server
-from mirror_server import Proxy, s3_server
+from mirror_server import Bucket, s3_server
 from processes import until
-from pyarrow.fs import FileSelector, S3FileSystem
 
 from cogumi.checkpoints import mirror as mirror_module
 from cogumi.checkpoints.manifest import IDENTITY_NAME, MANIFEST_NAME, Identity, write_manifest
@@ -100,40 +99,11 @@ def server() -> Iterator[int]:
         yield port
 
 
-class Bucket:
-    """A bucket of its own for a test, behind a proxy; looked into past the proxy."""
-
-    def __init__(self, server: int, name: str) -> None:
-        login = {"access_key": "key", "secret_key": "secret", "region": "us-east-1"}
-        self.direct = S3FileSystem(endpoint_override=f"http://127.0.0.1:{server}", allow_bucket_creation=True, **login)
-        self.name = name
-        self.direct.create_dir(name)
-        self.proxy = Proxy(server)
-        self.url = f"s3://{name}/runs/mine"
-
-    def files(self) -> dict[str, set[str]]:
-        """The names of the files in each checkpoint of the mirror."""
-        collected: dict[str, set[str]] = {}
-        for info in self.direct.get_file_info(
-            FileSelector(f"{self.name}/runs/mine", recursive=True, allow_not_found=True)
-        ):
-            place, _, file = info.path.removeprefix(f"{self.name}/runs/mine/").partition("/")
-            if info.is_file:
-                collected.setdefault(place, set()).add(file)
-        return collected
-
-    def put(self, name: str, data: bytes) -> None:
-        with self.direct.open_output_stream(f"{self.name}/runs/mine/{name}") as stream:
-            stream.write(data)
-
-
 @pytest.fixture
 def bucket(server: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     made = Bucket(server, f"bucket-{abs(hash(request.node.name))}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", made.proxy.url)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
     yield made
     made.proxy.stop()
 

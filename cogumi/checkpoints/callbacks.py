@@ -58,6 +58,7 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.start_step, self.last_finished = state.global_step, []
+        self.saver.find_best()
         if (sums := self.trainer.state.stateful_callbacks.pop(UNLOGGED, None)) and self.saver.ranks.count == 1:
             internals.set_unlogged(self.trainer, sums)
 

@@ -1,9 +1,13 @@
 """Copy checkpoints to a directory, an object store or a Hugging Face repository, in a thread."""
 
 import hashlib
+import json
 import logging
 import math
 import os
+import re
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,11 +37,11 @@ from cogumi.checkpoints.manifest import (
 from cogumi.checkpoints.verify import inspect
 from cogumi.core.durability import NO_SPACE, sha256_file, sync_path
 from cogumi.core.errors import UsageError, best_effort
-from cogumi.core.formatting import format_bytes
+from cogumi.core.formatting import format_bytes, format_command, is_command
 
 log = logging.getLogger(__name__)
 
-MAX_WHOLE = 2  # in the mirror: a fault damages the newest one, as on the disk
+MAX_WHOLE = 2  # in the mirror, beside the best one: a fault damages the newest one, as on the disk
 RETRY_SECONDS = 60.0  # for a server that is gone; the libraries retry single requests themselves
 TROUBLE_SECONDS = 60.0  # of failures at the end of the training, after which the upload is given up
 REQUEST_SECONDS = 10.0  # without a byte: a process that ends waits for a request that hangs
@@ -56,7 +60,7 @@ class Mirror:
         if "@" in urlsplit(str(url)).netloc:
             fix = "keys belong into the environment, such as AWS_ACCESS_KEY_ID, or a profile"
             raise UsageError("the mirror's URL holds a login, which would be written into logs", fix=fix)
-        self.place = Store(str(url))
+        self.url, self.place = str(url), Store(str(url))
         self.changed = threading.Condition()
         self.waiting: Path | None = None
         self.under_way: Path | None = None
@@ -68,7 +72,11 @@ class Mirror:
         self.failing = False  # it will be tried again
         self.reached: int | None = None  # the step of the newest whole checkpoint in the mirror
         self.behind = 0  # checkpoints sent after that one
-        with self.reaching("cannot be written"):
+        self.newest = 0  # the step of the last one sent
+        self.behind_since = self.waiting_since = 0.0
+        self.best: Path | None = None  # which stays there
+        self.follows: Path | None = None  # the best one, where it is not there yet
+        with self.place.reaching("cannot be written"):
             self.place.check()
 
     def __str__(self) -> str:
@@ -82,6 +90,8 @@ class Mirror:
             if self.waiting is not None:
                 log.warning("%s is not mirrored to %s: a newer one waits", self.waiting, self)
             self.waiting, self.stopped = checkpoint, False
+            self.newest, self.waiting_since = step_of(checkpoint), time.monotonic()
+            self.behind_since = self.behind_since if self.behind else self.waiting_since
             self.behind += 1
             if self.thread is None:
                 # A daemon: it may wait for a server that is gone, and must not keep the process alive.
@@ -100,6 +110,13 @@ class Mirror:
         where = "before the first checkpoint" if self.reached is None else f"at step {self.reached}"
         why = self.trouble or next(reversed(self.lost.values()), "it is slower than the training saves")
         return f"resumability has stalled {where}: the newest checkpoint is not whole in {self} ({why})"
+
+    def lag(self) -> dict[str, float]:
+        """Return by how many steps the newest whole checkpoint there is behind the newest here, and for how many seconds."""
+        with self.changed:
+            late = self.behind > 0
+            steps, seconds = self.newest - (self.reached or 0), time.monotonic() - self.behind_since
+        return {"perf/mirror_lag_steps": steps * late, "perf/mirror_lag_seconds": seconds * late}
 
     def finish(self, patience: float, ended: Callable[[], bool] = lambda: False) -> list[Path]:
         """Wait until everything has arrived, at most `patience` seconds, or a minute of failures, or until `ended`.
@@ -139,7 +156,7 @@ class Mirror:
                 # A try that was given up says nothing of what was sent since; what was known before it stays.
                 self.trouble, self.failing = self.trouble if failure and checkpoint == self.given_up else "", False
                 if failure is None:
-                    self.reached, self.behind = step_of(checkpoint), int(self.waiting is not None)
+                    self.note_arrival(checkpoint)
                 elif isinstance(failure, CheckpointDamaged | ValueError):  # of the disk, or a mistake: it stays so
                     self.lose(checkpoint, describe(failure))
                 elif checkpoint != self.given_up:
@@ -148,6 +165,14 @@ class Mirror:
                     self.changed.wait_for(lambda: self.waiting or self.stopped, RETRY_SECONDS)
                     if self.waiting is None and not self.stopped:
                         self.waiting = checkpoint
+
+    def note_arrival(self, checkpoint: Path) -> None:
+        """Record a checkpoint that has arrived, and have the best one follow the newest where it was passed over."""
+        if checkpoint != self.best or step_of(checkpoint) == self.newest:
+            self.reached, self.behind = step_of(checkpoint), int(self.waiting is not None)
+            self.behind_since = self.waiting_since
+        if self.waiting is None and self.follows != checkpoint:
+            self.waiting = self.follows
 
     def mirror(self, checkpoint: Path) -> Exception | None:
         """Upload a checkpoint and remove older ones. Returns the error, or None once it has arrived."""
@@ -163,8 +188,10 @@ class Mirror:
             tree = self.place.tree()
             older = [name for name in newest_first(tree) if step_of(Path(name)) < step_of(checkpoint)]
             complete = [name for name in older if MANIFEST_NAME in tree[name]]
-            for name in older:
-                if name in complete[MAX_WHOLE - 1 :] or is_unfinished(tree[name]):
+            best = "" if self.best is None else self.best.name
+            self.follows = None if MANIFEST_NAME in tree.get(best, {}) else self.best
+            for name in older if checkpoint.name != best or step_of(checkpoint) == self.newest else ():
+                if (name in complete[MAX_WHOLE - 1 :] and name != best) or is_unfinished(tree[name]):
                     self.place.remove(name, tree[name])
         return None
 
@@ -176,7 +203,7 @@ class Mirror:
         Raises UsageError if the mirror cannot be read. Or it has only damaged checkpoints and this machine has none:
         starting at step 0 would throw that training away. is_ours: gets a checkpoint's identity and a description.
         """
-        with self.reaching("cannot be listed"):
+        with self.place.reaching("cannot be listed"):
             tree = self.place.tree()
         damaged: list[str] = []
         for name in newest_first(tree):
@@ -188,7 +215,7 @@ class Mirror:
                 log.warning("%s of %s is not resumed from: its upload did not end (no %s)", name, self, MANIFEST_NAME)
                 continue
             try:
-                with self.reaching("cannot be read"):
+                with self.place.reaching("cannot be read"):
                     manifest = self.manifest_there(name, files)
                     identity = parse_identity(self.place.text(name, IDENTITY_NAME) if IDENTITY_NAME in files else "")
                     if not is_ours(identity, f"{name} in the mirror {self}"):
@@ -196,6 +223,7 @@ class Mirror:
                         continue
                     fetched = self.fetch(name, manifest, output_dir)
                 self.reached = step
+                self.fetch_best(fetched, tree)
                 return fetched
             except CheckpointDamaged as damage:
                 log.warning("%s of %s is not resumed from: %s", name, self, damage)
@@ -206,9 +234,28 @@ class Mirror:
             raise UsageError(
                 f"mirror {self}: none of its {len(damaged)} checkpoints can be resumed from "
                 f"({damaged[0]}), and {output_dir} holds none",
-                fix=f"put a good one there, or start over at step 0 with an empty mirror: cogumi.mirror={self}-2",
+                fix=f"put a good one there, or start over at step 0, on purpose and with an empty mirror: {self.restart()}",
             )
         return None
+
+    def restart(self) -> str:
+        """Return the command that trains from step 0, with a mirror beside this one; its override alone in a script."""
+        place, *query = self.url.partition("?")
+        mirror = f"cogumi.mirror={place}-2{''.join(query)}"
+        words = [word for word in sys.argv if not word.startswith("cogumi.mirror=")]
+        return format_command([*words, mirror]) if is_command(words[0]) else shlex.quote(mirror)
+
+    def fetch_best(self, fetched: Path, tree: dict[str, Files]) -> None:
+        """Download the best checkpoint of the training that a fetched one is of, where it is another one and not here."""
+        with suppress(OSError, ValueError):  # plain Trainer's state may be missing, which a resume refuses
+            state = json.loads((fetched / "trainer_state.json").read_text(encoding="utf-8"))
+            name = Path(state.get("best_model_checkpoint") or fetched.name).name
+            if CHECKPOINT_NAME.fullmatch(name) and not (fetched.parent / name).exists():
+                try:
+                    with self.place.reaching("cannot be read"):
+                        self.fetch(name, self.manifest_there(name, tree.get(name, {})), fetched.parent)
+                except CheckpointDamaged as damage:
+                    log.warning("%s, the best one, cannot be fetched from %s: %s", name, self, damage)
 
     def manifest_there(self, name: str, files: Files) -> Manifest:
         """Read the manifest of a checkpoint in the mirror. Raises CheckpointDamaged if it does not fit the files there."""
@@ -240,18 +287,6 @@ class Mirror:
         sync_path(output_dir)
         log.info("%s is fetched from %s and verified", final, self)
         return final
-
-    @contextmanager
-    def reaching(self, failed: str) -> Iterator[None]:
-        """Turn whatever the store raises into a UsageError with the reason; CheckpointDamaged stays as it is."""
-        try:
-            yield
-        except (CheckpointDamaged, UsageError):
-            raise
-        except Exception as error:  # each of fsspec's stores has errors of its own
-            full = isinstance(error, OSError) and error.errno in NO_SPACE
-            fix = "free space" if full else "correct its address or its access, or leave it out"
-            raise UsageError(f"mirror {self} {failed} ({describe(error)})", fix=fix) from error
 
 
 def describe(error: Exception) -> str:
@@ -312,6 +347,18 @@ class Store:
             self.fs, self.root = LocalFileSystem(auto_mkdir=True), os.path.abspath(self.root)
         self.repository = "/".join(self.root.split("/")[:2])  # on the hub, of a root such as USER/REPO/folder
 
+    @contextmanager
+    def reaching(self, failed: str) -> Iterator[None]:
+        """Turn whatever the store raises into a UsageError with the reason; CheckpointDamaged stays as it is."""
+        try:
+            yield
+        except (CheckpointDamaged, UsageError):
+            raise
+        except Exception as error:  # each of fsspec's stores has errors of its own
+            full = isinstance(error, OSError) and error.errno in NO_SPACE
+            fix = "free space" if full else "correct its address or its access, or leave it out"
+            raise UsageError(f"mirror {self.name} {failed} ({describe(error)})", fix=fix) from error
+
     def check(self) -> None:
         """Write, read and remove a small file. Creates a private repository if there is none. Raises what fails."""
         if self.is_local and not Path(self.root).parent.is_dir():
@@ -326,15 +373,15 @@ class Store:
             raise OSError("what was written is read back differently")
         self.fs.rm_file(path)
 
-    def tree(self) -> dict[str, Files]:
-        """List the files of each checkpoint, whole or not."""
+    def tree(self, names: re.Pattern[str] = CHECKPOINT_NAME) -> dict[str, Files]:
+        """List the files of each checkpoint, whole or not; or of the directories of other names."""
         self.fs.invalidate_cache()
         checkpoints: dict[str, Files] = {}
         options = {} if self.on_hub else {"on_error": "raise"}
         with suppress(FileNotFoundError):
             for path, info in self.fs.find(self.root, detail=True, **options).items():
                 checkpoint, _, file = path.removeprefix(f"{self.root}/").partition("/")
-                if file and CHECKPOINT_NAME.fullmatch(checkpoint):
+                if file and names.fullmatch(checkpoint):
                     checkpoints.setdefault(checkpoint, {})[file] = info["size"]
         return checkpoints
 
@@ -357,10 +404,13 @@ class Store:
         for file in sorted({*files} - {MANIFEST_NAME}, key=lambda file: file == IDENTITY_NAME):
             self.fs.rm_file(f"{place}/{file}")
 
-    def send(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest."""
-        name, text = checkpoint.name, (checkpoint / MANIFEST_NAME).read_text(encoding="utf-8")
-        if uploaded := self.tree().get(name):
+    def send(self, checkpoint: Path, manifest: Manifest, sealed: str = "") -> None:
+        """Upload a checkpoint, read each file back, and write the manifest last: it proves the rest.
+
+        sealed: the manifest's text, of another directory than a checkpoint, which is sent in any case.
+        """
+        name, text = checkpoint.name, sealed or (checkpoint / MANIFEST_NAME).read_text(encoding="utf-8")
+        if not sealed and (uploaded := self.tree().get(name)):
             sizes = {file: entry.size for file, entry in manifest.files.items()}
             if (
                 MANIFEST_NAME in uploaded
@@ -396,6 +446,9 @@ class Store:
             return
         for file in files:
             path = f"{self.root}/{checkpoint.name}/{file}"
-            self.fs.put_file(str(checkpoint / file), path)
+            # So that no reader sees half of it; a checkpoint has a manifest for that.
+            beside = f"{path}.partial" if self.is_local and not CHECKPOINT_NAME.fullmatch(checkpoint.name) else path
+            self.fs.put_file(str(checkpoint / file), beside)
             if self.is_local:
-                sync_path(Path(path))
+                sync_path(Path(beside))
+                os.replace(beside, path)

@@ -166,6 +166,7 @@ class Protection:
             internals.forget_evaluation(self.trainer)
         with ExitStack() as held:
             point, finished = self.ranks.decide(lambda: self.prepare(held, resume_from_checkpoint))
+            self.saver.resumed_from = point
             if point is not None and not finished:
                 with loading(point, "its rollouts"):
                     load_rollouts(self.trainer, point)
@@ -280,6 +281,7 @@ class Protection:
         log_or_print(f"{point} is the end of this training: its weights are loaded, and nothing is left to train")
         getattr(self.trainer, internals.LOAD_CHECKPOINT)(str(point))
         self.trainer.state = state = TrainerState.load_from_json(str(point / "trainer_state.json"))
+        self.saver.find_best()
         if self.trainer.args.load_best_model_at_end and state.best_model_checkpoint:
             self.original[internals.LOAD_BEST_MODEL]()
         return TrainOutput(state.global_step, math.nan, {"train_runtime": 0.0, "epoch": state.epoch})

@@ -58,6 +58,8 @@ class Saver:
         self.identity = Identity("", {})
         self.find_fault: Callable[[], str] = lambda: ""  # why the model must not be saved now
         self.describe_adapter: Callable[[Path], Any] | None = None  # writes its record; None: no snapshots are taken
+        self.pack_run: Callable[[Path], Any] | None = None  # adds what another machine needs to continue the run
+        self.lost_best = ""  # the name of the best checkpoint, where it was to be loaded and is gone
         self.refused: Path | None = None
         self.resumed_from: Path | None = None
         self.committed: list[Path] = []
@@ -166,6 +168,8 @@ class Saver:
                 path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             save_rollouts(self.trainer, staged)
             self.identity.write(staged)
+            if self.pack_run is not None:
+                self.pack_run(staged)
         except BaseException as error:
             full = isinstance(error, Exception) and is_disk_full(error, final.parent)  # before its room is given back
             self.trainer.state.best_model_checkpoint = best  # Trainer may have noted the place that is now gone
@@ -242,6 +246,7 @@ class Saver:
         self.findings[final] = finding
         log.info("%s is saved and verified (%s)", final, format_bytes(finding.bytes))
         if self.mirror is not None:
+            self.mirror.best = self.kept_checkpoints()[0]
             self.mirror.send(final)
         if self.describe_adapter is not None and (final / "adapter_config.json").is_file():
             with best_effort(f"keep a snapshot of the adapter of {final.name}"):
@@ -276,6 +281,21 @@ class Saver:
         best = self.trainer.state.best_model_checkpoint
         pinned = [] if self.resumed_from is None else [self.resumed_from]
         return Path(best) if best else None, frozenset(pinned)
+
+    def find_best(self) -> None:
+        """Look for the best checkpoint beside the one resumed from: where a run was moved, its recorded path is dead.
+
+        Trainer ignores such a path, and takes the last weights for the best.
+        """
+        if self.resumed_from is None:
+            return
+        state = json.loads((self.resumed_from / "trainer_state.json").read_text(encoding="utf-8"))
+        if recorded := state["best_model_checkpoint"]:
+            best = self.resumed_from.parent / Path(recorded).name
+            self.lost_best = "" if best.is_dir() or Path(recorded).is_dir() else best.name
+            self.trainer.state.best_model_checkpoint = (
+                str(best) if best.is_dir() else None if self.lost_best else recorded
+            )
 
     def prune_for_room(self, output_dir: Path) -> bool:
         """Leave the newest that verifies, the best, and the one resumed from; if all stay, remove the oldest alone.

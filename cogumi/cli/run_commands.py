@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from cogumi.checkpoints.verify import list_checkpoints
 from cogumi.config.source import parse_overrides
 from cogumi.core.errors import UsageError
 from cogumi.core.output import failures_in_one_line, print_json, print_report, print_text, show_waiting
@@ -63,15 +64,23 @@ def attach(run_dir: RunDir) -> None:
 
 def status(
     run_dirs: Annotated[
-        list[Path] | None,
-        Argument(metavar="[RUN_DIR]...", help="Runs, or directories of runs; by default runs/ and notebooks/runs/."),
+        list[str] | None,
+        Argument(
+            metavar="[RUN_DIR]...",
+            help="Runs, directories of runs, or mirrors (s3://...); by default runs/ and notebooks/runs/.",
+        ),
     ] = None,
     as_json: AsJson = False,
     watch: Annotated[bool, Option("--watch", help="Follow one run on the whole screen until it ends.")] = False,
 ) -> None:
     """Show the state of runs: one screen for one run, a line for each of several. Changes nothing."""
+    if run_dirs and all(map(is_mirror, run_dirs)):
+        if watch:
+            raise UsageError("--watch follows a run on its own machine", fix="drop it")
+        show_mirrors(run_dirs, as_json)
+        return
     if run_dirs:
-        paths = [path for directory in run_dirs for path in runs_in(directory)]
+        paths = [path for directory in run_dirs for path in runs_in(Path(directory))]
     else:
         paths = [path for place in PLACES for path in runs_below(Path(place))]
     if watch:
@@ -85,7 +94,7 @@ def status(
     if as_json:
         print_json([status.as_dict() for status in statuses])
         return
-    if run_dirs and len(run_dirs) == 1 and is_run(run_dirs[0]):
+    if run_dirs and len(run_dirs) == 1 and is_run(Path(run_dirs[0])):
         print_text(format_screen(statuses[0]))
         return
     if not statuses:
@@ -95,6 +104,27 @@ def status(
         cost = status.heartbeat.get("cost_so_far")
         parts = [format_sentence(status), flags and f"flags: {flags}", "" if cost is None else f"${cost:.2f}"]
         print_text("; ".join(filter(None, parts)))
+
+
+def is_mirror(place: str) -> bool:
+    """Tell a mirror, also a directory with checkpoints beside its run, from a run or a directory of runs."""
+    return "://" in place or (is_run(Path(place, "run")) and bool(list_checkpoints(Path(place))))
+
+
+def show_mirrors(places: list[str], as_json: bool) -> None:
+    """Show runs by their mirrors, from which what tells their state is fetched."""
+    from cogumi.telemetry.mirrored_run import fetched_for_reading  # imported here: its libraries take half a second
+
+    shown = []
+    for place in places:
+        with fetched_for_reading(place) as run_dir:
+            status = status_of(run_dir)
+            shown.append({**status.as_dict(), "run_dir": place, "log": f"{place}/run/run.log"})
+            screen = format_screen(status).replace(relative_path(status.log), f"{place}/run/run.log")
+            if not as_json:
+                print_text(screen.replace(relative_path(str(run_dir)), place))
+    if as_json:
+        print_json(shown)
 
 
 def follow_screen(run: handle.Run, path: Path) -> None:

@@ -263,7 +263,8 @@ class CogumiSection(Section):
     flags: Thresholds = Thresholds()
     """From where on some flags are yellow or red; the other limits are fixed."""
     mirror: str | None = None
-    """Where checkpoints are copied to: a directory, an fsspec URL such as s3://bucket/run, or hf://user/repository."""
+    """Where the run and its checkpoints are copied to: a directory, an fsspec URL such as s3://bucket/run, or
+    hf://user/repository. A machine without the run continues it from there."""
     price_per_hour: float | None = Field(default=None, gt=0)
     """What an hour of this machine costs, in dollars: the run then says what it has cost and what it will."""
     max_hours: float | None = Field(default=None, gt=0)

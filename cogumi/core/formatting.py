@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,17 @@ def python_command() -> str:
 def pip_command(words: str) -> str:
     """A command of pip for this environment, whatever `pip` and `python` are in the shell that it is typed into."""
     return f"{python_command()} -m pip {words}"
+
+
+def is_command(program: str) -> bool:
+    """Tell whether a process was started as the command line of cogumi."""
+    return Path(program).name == "cogumi" or Path(program).parts[-2:] == ("cogumi", "__main__.py")
+
+
+def format_command(arguments: Sequence[str]) -> str:
+    """Return the command that started a process, without a launcher."""
+    program, *words = arguments
+    return shlex.join(["cogumi", *words] if is_command(program) else ["python", program, *words])
 
 
 def format_duration(seconds: float) -> str:

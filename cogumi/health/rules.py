@@ -38,6 +38,7 @@ OVERFLOWING_RATE = 0.1  #                  learning rate; Adam moves a weight by
 WAIT_ROWS = 20
 WAIT_SHARES = 0.2, 0.5  #                  yellow, red: of the time
 SLOWED_SHARE, OTHERS_GB = 0.2, 1.0  #       of the looks at a GPU; GB that are not this run's           none
+MIRROR_LAG_SECONDS = 1200.0  #               two saves by time, ten minutes apart                     none
 UNTRAINED_SHARE = 0.05  #                  of log(vocabulary): distance within which a first loss is that of guessing
 MASKED_SHARE = 0.1  #                      red: of the examples
 PAIR_T = 2.0  #                            Student's t: own and other prompts differ beyond noise
@@ -241,6 +242,18 @@ def gpu(run: RunHistory) -> Flag | None:
     evidence = f"up to {max(heat, default=0):.0f} °C in steps {rows[0]['step']} to {rows[-1]['step']}"
     why = (" and ".join(troubles), "the machine") if troubles else ("", "")
     return Flag("GPU", "yellow" if troubles else "green", evidence, *why)
+
+
+def mirror(run: RunHistory) -> Flag | None:
+    """Judge how long the mirror has been behind the newest checkpoint here."""
+    steps, seconds = run.series("perf/mirror_lag_seconds")
+    if not seconds:
+        return None
+    behind = run.series("perf/mirror_lag_steps")[1][-1]
+    evidence = f"at step {steps[-1]} it is {behind:.0f} steps and {seconds[-1]:.0f} s behind the newest checkpoint"
+    if seconds[-1] <= MIRROR_LAG_SECONDS:
+        return Flag("mirror", "green", evidence)
+    return Flag("mirror", "yellow", evidence, "checkpoints are not there in time", "cogumi.mirror, or its connection")
 
 
 # ---------------------------------------------------------------------------------------------------------------- sft, dpo
@@ -611,6 +624,7 @@ def sampler_difference(run: RunHistory) -> Flag | None:
 
 COMMON: tuple[Rule, ...] = (
     finite_numbers, learning_rate, gradient_norm, adapter_moves, update_size, held_out_completions, waiting_for_data, gpu,
+    mirror,
 )  # fmt: skip
 RULES: dict[str, tuple[Rule, ...]] = {
     "sft": (

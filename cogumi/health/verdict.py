@@ -31,7 +31,7 @@ from cogumi.rl.watch import RECORD
 
 log = logging.getLogger("cogumi")
 RAISED = "it raised "  # how the evidence of a flag begins that is a failed check
-COSTS_TIME = {"GPU", "waiting for data", "clip fraction", "gradient clipping"}  # they say nothing of what is learned
+COSTS_TIME = {"GPU", "mirror", "waiting for data", "clip fraction", "gradient clipping"}  # not what is learned
 
 
 class Scale(StrEnum):
@@ -165,6 +165,13 @@ class Verdict:
             "flags": [asdict(flag) for flag in self.flags],
             "was_red": [{"step": step, **asdict(flag)} for step, flag in self.was_red],
         }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Verdict":
+        checks, flags = (Check(**check) for check in values["checks"]), (Flag(**flag) for flag in values["flags"])
+        was_red = ((red["step"], Flag(**{key: red[key] for key in red if key != "step"})) for red in values["was_red"])
+        safe = values.get("safe_to_scale")
+        return cls(tuple(checks), tuple(flags), tuple(was_red), None if safe is None else Scale(safe))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.checks))

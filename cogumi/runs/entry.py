@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cogumi.config.source import Config
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_command
 from cogumi.core.notices import show_import
 from cogumi.stack.gpu_health import wait_for_gpus
 from cogumi.stack.gpus import (
@@ -139,10 +139,3 @@ def validate_config(config: Config, overrides: Mapping[str, Any], for_training: 
         except UsageError as error:
             raise origins.error(f"{error.place}: {error.message}", f"data.{key}", error.fix) from None
     return run
-
-
-def format_command(arguments: list[str]) -> str:
-    """Return the command that started this process, without a launcher."""
-    program, words = Path(arguments[0]), arguments[1:]
-    is_cogumi = program.name == "cogumi" or program.parts[-2:] == ("cogumi", "__main__.py")
-    return shlex.join(["cogumi", *words] if is_cogumi else ["python", str(program), *words])

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogumi.checkpoints.interruption import raise_exit
+from cogumi.checkpoints.mirror import Mirror
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import (
     CONSOLE,
@@ -122,9 +123,11 @@ def describe_existing(run: "RunConfig") -> str:
 
     Raises UsageError if something else is in the directory.
     """
-    from cogumi.training.resume import describe_differences, refuse_unless_unfinished
+    from cogumi.training.resume import bring_back, describe_differences, refuse_unless_unfinished
 
     if is_empty(run.run_dir):
+        if run.cogumi.mirror is not None and bring_back(run, Mirror(run.cogumi.mirror)):
+            return f"{run.run_dir} is finished already in {run.cogumi.mirror}, and fetched from there"
         return ""
     if not (run.run_dir / "status.json").exists():
         refuse_occupied(run.run_dir)

@@ -216,6 +216,7 @@ class Telemetry(TrainerCallback):
         done, progress = self.throughput.window(), self.heart.progress
         progress.tokens_per_second, progress.mfu = self.throughput.tokens_per_second(done), self.throughput.mfu(done)
         row = {"perf/tokens_per_second": progress.tokens_per_second, "perf/mfu": progress.mfu, **self.heart.gpu_row()}
+        row |= self.heart.mirror_lag()
         row["perf/cost"] = self.meter.cost()
         if self.name == "sft":  # TRL 1.15 counts one row of a packed batch, and from nothing where a run resumes
             row["num_tokens"] = int(self.throughput.total.tokens)

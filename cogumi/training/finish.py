@@ -55,6 +55,7 @@ from cogumi.models.quantized_bases import quantization_of
 from cogumi.models.unsloth_models import Backend
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import commit_of
+from cogumi.telemetry.mirrored_run import MIRRORED_ADAPTER, RunMirror
 from cogumi.telemetry.recorder import set_status, terminal_loggers
 from cogumi.telemetry.status import SANITY_CHECKED
 from cogumi.training.loop import TrainingOutcome
@@ -305,6 +306,13 @@ def judge_logits(check: LogitCheck, beside: str, report: MergeReport, again: str
         Check("merged differs from the base", apart, nearer, differs, fix),
         Check("merged logits", figure, bounds, is_small or check.passed, fix, warning=is_lost),
     ]
+
+
+def judge_mirrored(mirror: RunMirror) -> Check:
+    """Check that the adapter is whole in the mirror, for which it waits."""
+    missing, fix = mirror.wait_for_adapter(), f"copy adapter/ to {mirror.place.name} before this machine is destroyed"
+    figure = f"it has not arrived: {missing}" if missing else "it was sent, and read back"
+    return Check(MIRRORED_ADAPTER, figure, f"whole in {mirror.place.name}", not missing, fix)
 
 
 def record_verdict(run_dir: Path, fitted: TrainingOutcome) -> Verdict:

@@ -10,6 +10,7 @@ import os
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,6 +47,7 @@ from cogumi.methods.examples import Examples
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry import recorder, trackers
 from cogumi.telemetry.heartbeat import Heartbeat, compare_rollouts
+from cogumi.telemetry.mirrored_run import pack_run
 from cogumi.telemetry.status import BUDGET_SPENT, NON_FINITE
 from cogumi.telemetry.throughput import PAUSED_STAGE
 from cogumi.training.resume import budget_reached
@@ -278,8 +280,9 @@ def fit(
     protection = trainer.cogumi_protection
     protection.saver.describe_adapter = lambda place: write_base_record(place, trainer.model, run.model.revision)
     excused = protection.watchdog.excused
-    if protection.saver.mirror is not None:
-        heart.stalled = protection.saver.mirror.stalled
+    if (mirror := protection.saver.mirror) is not None:
+        heart.stalled, heart.mirror_lag = mirror.stalled, mirror.lag
+        protection.saver.pack_run = partial(pack_run, run_dir)
     samples_every = 0 if rl and options.samples_every is None else options.samples_every
     first = trainer.is_fsdp_enabled and ranks.tell(not (run_dir / SAMPLES_FILE).exists())  # by all processes together
     if (samples_every != 0 or first) and examples.prompts is not None:
@@ -329,7 +332,9 @@ def fit(
             if ranks.leads:
                 with recorder.stage_inside(heart, "disk forecast", ""):
                     log_disk_forecast(run, trainer)
-            trainer.train()
+            summary = trainer.train().metrics
+            if not any("train_runtime" in row for row in read_jsonl(run_dir / "metrics.jsonl")):  # it trained no step
+                trainer.log(summary)
         except (ValueError, ImportError, UsageError) as error:
             if trainer.state.global_step > 0:
                 raise
@@ -360,6 +365,10 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
         recorder.truncate_metrics(run_dir, state)
         metrics = read_jsonl(run_dir / "metrics.jsonl")
     checks += attempt("steps", judge_training, metrics, state.global_step, state.max_steps, fitted.ended is not None)
+    lost = trainer.cogumi_protection.saver.lost_best
+    if lost and trainer.args.load_best_model_at_end and not state.best_model_checkpoint:
+        figure, fix = f"{lost} is not there any more, and the last weights stay", "take an earlier one of checkpoints/"
+        checks.append(Check("best checkpoint", figure, "loaded at the end (train.load_best_model_at_end)", False, fix))
     checks += attempt("weights", judge_moved, trainer.model, fitted.sentinel.start, options.tuning)
     if options.method == "dpo":
         checks += attempt("reference", dpo.judge_dpo, metrics, trainer.args)

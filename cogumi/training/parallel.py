@@ -121,7 +121,9 @@ def follow(ranks: Ranks) -> Any:
         datasets.disable_progress_bars()
         after.callback(log.setLevel, log.level)
         log.setLevel(logging.CRITICAL)  # the first process says it
-        chosen, base, run_dir = ranks.hear()
+        if not isinstance(heard := ranks.hear(), tuple):  # the run is finished in its mirror
+            return heard
+        chosen, base, run_dir = heard
         place = Path(scratch)
         if (run_dir / DECISIONS).exists():  # which the first has made, and a resumed run keeps
             shutil.copyfile(run_dir / DECISIONS, place / DECISIONS)

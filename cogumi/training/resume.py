@@ -1,5 +1,7 @@
 """Checks of a run directory that may hold this run, unfinished."""
 
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,11 +9,15 @@ from typing import Any
 
 import yaml
 
+from cogumi.checkpoints.commit import write_aside
 from cogumi.checkpoints.manifest import differences
+from cogumi.checkpoints.mirror import Mirror
 from cogumi.config.schema import CogumiSection, DataSection, RunConfig, Section, Thresholds, dump_config
 from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import is_empty, read_json, refuse_occupied, unwritable_error
+from cogumi.disk.callback import log_or_print
+from cogumi.telemetry.mirrored_run import RUN, fetch_files, fetch_finished, fetch_unfinished
 from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, NON_FINITE, SANITY_CHECKED, STOPPED
 from cogumi.telemetry.throughput import HEARTBEAT
 
@@ -76,9 +82,57 @@ def lock_run(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def describe_differences(run: RunConfig) -> str:
+def bring_back(run: RunConfig, mirror: Mirror) -> bool:
+    """Fetch this run from its mirror where this machine has none. Returns whether it is finished, and nothing is to be done.
+
+    Raises UsageError if the mirror holds a run of another configuration, or none that can be continued; then nothing is
+    written here.
+    """
+    run_dir, unfinished = run.run_dir, run.run_dir.parent / f".{run.run_dir.name}-fetched"
+    with mirror.place.reaching("cannot be listed"):
+        if not is_empty(run_dir) or not (checkpoints := mirror.place.tree()) | mirror.place.tree(re.compile(RUN)):
+            return False
+    try:
+        with write_aside(unfinished):
+            unfinished.mkdir(parents=True)
+            with mirror.place.reaching("cannot be read"):
+                fetch_files(mirror.place, unfinished, ("config.yaml",))
+                if checkpoints:
+                    refuse_other_run(run, mirror, unfinished)
+                finished = fetch_finished(mirror, unfinished)
+                is_there = finished or fetch_unfinished(mirror, unfinished)
+            if is_there:
+                refuse_other_run(run, mirror, unfinished)
+    except OSError as error:
+        raise unwritable_error(run_dir, error) from None
+    if not is_there:
+        shutil.rmtree(unfinished)
+        return False
+    if run_dir.exists():
+        for path in run_dir.iterdir():  # of a detached start
+            path.rename(unfinished / path.name)
+        run_dir.rmdir()
+    unfinished.rename(run_dir)
+    state = "; it is finished already, and there is nothing to start" if finished else ""
+    log_or_print(f"{run_dir} is fetched from {mirror}{state}")
+    return finished
+
+
+def refuse_other_run(run: RunConfig, mirror: Mirror, fetched: Path) -> None:
+    """Raise UsageError where the configuration that was fetched is not this one's, or the run must be a new one."""
+    if not (fetched / "config.yaml").exists():
+        return
+    other, fix = describe_differences(run, fetched), "give this one its own mirror"
+    if other:
+        fix += ", or set these back to continue that one"
+        raise UsageError(f"mirror {mirror} holds a run of another configuration ({other})", fix=fix)
+    if run.cogumi.resume == "never":
+        raise UsageError(f"mirror {mirror} holds this run already, and cogumi.resume is never", fix=fix)
+
+
+def describe_differences(run: RunConfig, run_dir: Path | None = None) -> str:
     """Describe how the run in the directory differs from this configuration, beyond MUTABLE_KEYS; "" if it does not."""
-    before = (run.run_dir / "config.yaml").read_text(encoding="utf-8")
+    before = ((run_dir or run.run_dir) / "config.yaml").read_text(encoding="utf-8")
     stored, here = (flatten(yaml.safe_load(text)) for text in (before, dump_config(run)))
     sections: dict[str, type[Section]] = {"cogumi": CogumiSection, "data": DataSection}
     defaults = {f"{name}.{key}": at.default for name, part in sections.items() for key, at in part.model_fields.items()}

@@ -65,6 +65,7 @@ from cogumi.stack.gpu_health import wait_for_gpus
 from cogumi.stack.gpus import VARIABLE, disable_cudnn_attention, refuse_several_gpus, use_one_gpu
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat, measure_run
+from cogumi.telemetry.mirrored_run import mirror_run
 from cogumi.telemetry.recorder import enter_stage, record_run, write_samples
 from cogumi.telemetry.status import NON_FINITE, SANITY_CHECKED
 from cogumi.telemetry.throughput import EXPERTS, Meter
@@ -73,7 +74,7 @@ from cogumi.training import finish
 from cogumi.training.estimate import make_choices, run_preflight, wants_preflight
 from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit, sample_options
 from cogumi.training.parallel import Followers, follow, gather_trained, processes_here, set_accelerate
-from cogumi.training.resume import is_resuming, lock_run, refuse_spent
+from cogumi.training.resume import bring_back, is_resuming, lock_run, refuse_spent
 
 log = logging.getLogger("cogumi")
 MAX_HALVINGS = 2  # of the micro-batch, where memory runs out at a step
@@ -119,10 +120,10 @@ def train(run: RunConfig) -> RunResult:
 
 def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Followers) -> RunResult:
     """Make one run. Bad input is refused before its directory exists."""
+    if run.cogumi.mirror is not None and bring_back(run, Mirror(run.cogumi.mirror)):
+        return read_finished(run)
     check_settings(run)
     refuse_unreachable(run.train)
-    if run.cogumi.mirror is not None:
-        Mirror(run.cogumi.mirror)  # refuses a place that cannot be written to
     resuming = is_resuming(run)
     if resuming:
         refuse_spent(run.run_dir, run.cogumi)
@@ -132,7 +133,7 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
     prepared = prepare(run, base)
 
     run_dir = run.run_dir if resuming else create_run_dir(run.run_dir)
-    with open_run(run_dir, resuming, meter) as heart:
+    with mirror_run(run_dir, run.cogumi.mirror) as mirror, open_run(run_dir, resuming, meter) as heart:
         write_atomic(run_dir / "config.yaml", config_text)
         record_start(run, resuming, process, prepared)
         run = make_choices(run, base, prepared.examples.train, prepared.tokenizer)
@@ -147,6 +148,8 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
         trained = train_in_memory(run, requested_revision, prepared, followers, heart)
         free_memory()  # the merge needs it
         merged = trained.merged
+        if mirror is not None and trained.fitted.ended is None:
+            mirror.adapter = trained.adapter
         if trained.adapter is not None and trained.live is not None:
             merged, merge_checks = finish.try_merge(run, trained.adapter, base.name, trained.live, prepared.original)
             trained.fitted.checks.extend(merge_checks)
@@ -156,12 +159,22 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
         if run.cogumi.forgetting and trained.fitted.ended is None:
             enter_stage(heart, "forgetting", "base and trained model answer the instructions of the forgetting panel")
             trained.fitted.checks.append(check_forgetting(run))
+        if mirror is not None and trained.adapter is not None and trained.fitted.ended is None:
+            enter_stage(heart, "mirror")
+            trained.fitted.checks.append(finish.judge_mirrored(mirror))
         verdict = finish.record_verdict(run_dir, trained.fitted)
         if trained.adapter is not None and (
             limits := serving_limits(read_json(trained.adapter / "adapter_config.json"))
         ):
             log.info("%s", limits)
     return RunResult(run_dir, base.name, trained.adapter, merged, verdict, read_jsonl(run_dir / "metrics.jsonl"))
+
+
+def read_finished(run: RunConfig) -> RunResult:
+    """Read a run that was finished on another machine, and fetched from its mirror."""
+    adapter, rows = run.run_dir / "adapter", read_jsonl(run.run_dir / "metrics.jsonl")
+    verdict = Verdict.from_dict(read_json(run.run_dir / "verdict.json"))
+    return RunResult(run.run_dir, str(run.model.name), adapter if adapter.is_dir() else None, None, verdict, rows)
 
 
 # ------------------------------------------------------------------------------------------------------- before the run
