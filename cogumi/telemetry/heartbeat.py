@@ -51,6 +51,7 @@ class Heartbeat:
         self.progress = Progress()
         self.throughput: Throughput | None = None
         self.stalled: Callable[[], str] = str  # describes a mirror that falls behind; "" if none does
+        self.watch: Any = None  # the Watchdog of the whole run, if it has one
         self.failing = False
         self.looks: deque[GpuHealth] = deque(maxlen=600)  # since the last logged row
         self.over = threading.Event()
