@@ -16,7 +16,6 @@ from finished_runs import small
 from processes import until
 
 import cogumi
-from cogumi.core import liveness
 from cogumi.telemetry.status import status_of
 from cogumi.telemetry.throughput import Meter
 from cogumi.training import watch as module
@@ -222,7 +221,7 @@ def run_to_a_late_end(config: Config, output: Path) -> None:
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("cogumi.training.run.write_report", waits_for_an_hour)
-        patched.setattr(liveness, "EXIT_SECONDS", LIMIT)
+        patched.setattr(module, "VERDICT_SECONDS", LIMIT)
         cogumi.train(config)
 
 
@@ -246,7 +245,6 @@ def test_what_hangs_after_the_verdict_ends_with_the_status_of_the_verdict(
 PROGRAM = """
 import sys, threading, time
 from cogumi.cli import app
-from cogumi.core import liveness
 from cogumi.__main__ import main
 liveness.EXIT_SECONDS = 1.0
 def command_line():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXIT_SECONDS = 50.0  # after the verdict: with what follows, less than a minute until the process is gone
+EXIT_SECONDS = 15.0  # for a process whose work is done
 FLUSH_SECONDS = 0.5
 signs = 0
 

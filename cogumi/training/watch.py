@@ -36,6 +36,7 @@ TICK_SECONDS = 1.0
 # and the engine of rollouts. rollout: with its rewards, until a training has its first steps. The others have OTHER_SECONDS.
 STAGE_SECONDS = {"data": 3600.0, "download": 900.0, "load": 3600.0, "rollout": 3600.0, "merge": 3600.0}
 OTHER_SECONDS = 1800.0
+VERDICT_SECONDS = 40.0  # for trackers and report after the verdict; with EXIT_SECONDS less than a minute
 SAVE_SECONDS, LEAVE_SECONDS = 300.0, 30.0  # for a run that hangs and was asked to end: in its training, elsewhere
 GRACE_SHARE, MIN_GRACE, MAX_GRACE = 0.12, 5.0, 300.0  # of the time spent, in seconds
 EARLY_LOG = Path("/dev/stderr")  # until there is a run directory
@@ -93,7 +94,7 @@ class RunWatch(Watchdog):
     @property
     def limit(self) -> float:
         if self.exit_status is not None:
-            return liveness.EXIT_SECONDS
+            return VERDICT_SECONDS
         return super().limit if self.trains and self.armed else STAGE_SECONDS.get(self.meter.stage, OTHER_SECONDS)
 
     @property
