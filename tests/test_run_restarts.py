@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from finished_runs import small
+from processes import until
 from safetensors.torch import load_file
 
 import cogumi
@@ -39,6 +40,13 @@ def letters(completions, trainer_state, **_):
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "term":
             os.kill(os.getpid(), signal.SIGTERM)
+        if what == "asleep":
+            (here / what).touch()
+            while True:
+                try:
+                    time.sleep(1000)
+                except BaseException:
+                    pass
         if what == "hang":
             from cogumi.training import watch
             watch.STAGE_SECONDS.clear()
@@ -136,3 +144,16 @@ def test_a_detached_run_that_is_killed_is_waited_for_until_its_end(
     assert run.wait(300).state == "finished"
     assert parts(tmp_path) == 2
     assert "restart 1 of 1" in (tmp_path / "run" / "console.log").read_text()
+
+
+@pytest.mark.slow("a detached run")
+def test_a_run_that_stop_has_killed_is_not_started_again(
+    config: Callable[..., Config], tmp_path: Path, none_left_behind: None
+) -> None:
+    run = cogumi.start(config(("asleep", 1)), cogumi__restarts=3)
+    until(lambda: (tmp_path / "asleep").exists())
+    run.stop(kill_after=0.0)
+    until(lambda: "exit" in read_json(tmp_path / "run" / "start.json"))
+    assert parts(tmp_path) == 1
+    assert "SIGKILL" in str(run.status())
+    assert "restart 1" not in (tmp_path / "run" / "console.log").read_text()

@@ -245,6 +245,7 @@ def test_what_hangs_after_the_verdict_ends_with_the_status_of_the_verdict(
 PROGRAM = """
 import sys, threading, time
 from cogumi.cli import app
+from cogumi.core import liveness
 from cogumi.__main__ import main
 liveness.EXIT_SECONDS = 1.0
 def command_line():
