@@ -2,6 +2,8 @@
 
 import sys
 
+from cogumi.core.liveness import end_process_after
+
 
 def main() -> None:
     try:
@@ -18,7 +20,8 @@ def main() -> None:
             fix = "`cogumi doctor` says what is missing; sh requirements/install.sh installs it"
             print(f"cogumi: {fix}", file=sys.stderr)
         sys.exit(1)
-    command_line()
+    with end_process_after():
+        command_line()
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_a_mirror_that_takes_nothing_is_said_by_the_status(
     monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.5)
     monkeypatch.setattr(mirror_module, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(mirrored_run, "ADAPTER_SECONDS", 0.5)
-    monkeypatch.setattr(mirrored_run, "TROUBLE_SECONDS", 0.5)
+    monkeypatch.setattr(mirrored_run, "END_SECONDS", 0.5)
     train = sft["train"] | {"save_strategy": "steps", "save_steps": 2}
     result = cogumi.train({**sft, "train": train}, cogumi__mirror=str(disk / "mirror"))
     assert [check.name for check in result.verdict.checks if not check.passed] == ["mirrored adapter"]

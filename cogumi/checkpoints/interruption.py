@@ -147,9 +147,17 @@ class Watchdog:
         self.excuses = 0
         self.reset()
 
+    @property
+    def tick(self) -> float:
+        return self.floor / TICKS
+
     def reset(self) -> None:
         # How long this process had run at the last check, and when that was.
         self.mark = 0.0, time.monotonic()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the steps of an earlier training."""
         self.steps: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.longest = 0.0
         self.seen = self.reported = False
@@ -165,7 +173,7 @@ class Watchdog:
     def now(self) -> float:
         """Return the seconds in which this process ran; a stop (Ctrl-Z, docker pause) counts as two ticks."""
         ran, looked = self.mark
-        return ran + min(time.monotonic() - looked, 2 * self.floor / TICKS)
+        return ran + min(time.monotonic() - looked, 2 * self.tick)
 
     def alive(self) -> None:
         """Note a sign of life. The silence before the first is not measured: a resumed run may have skipped data."""
@@ -203,10 +211,13 @@ class Watchdog:
             thread.join()
 
     def watch(self, ending: threading.Event) -> None:
-        while not ending.wait(self.floor / TICKS):
+        while not ending.wait(self.tick):
             self.mark = self.now(), time.monotonic()
-            if not self.excuses:
-                self.judge(self.mark[0])
+            self.look(self.mark[0])
+
+    def look(self, now: float) -> None:
+        if not self.excuses:
+            self.judge(now)
 
     @property
     def armed(self) -> bool:
@@ -227,19 +238,29 @@ class Watchdog:
             os._exit(128 + signal.SIGTERM)
         hung = now - self.last_sign > limit
         if hung and not self.reported:
-            run_with_timeout(self.report, limit)
+            run_with_timeout(self.report, self.describe(limit), "; it is asked to end" if self.stops else "")
         elif self.reported and not hung:
-            log.warning("the training continues, at step %s", self.step)
+            log.warning("it continues%s", "" if self.step is None else f", at step {self.step}")
         self.reported = hung
-        if hung and self.policy == "stop" and self.armed and self.asked_at is None:
+        if hung and self.stops and self.asked_at is None:
             self.asked_at = now
-            # To the main thread, whose call it is to interrupt: one that another thread gets is not seen while that waits.
-            # And once: a second one would end the process before it has saved.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            self.stop(limit)
 
-    def report(self, limit: float) -> None:
+    @property
+    def stops(self) -> bool:
+        return self.policy == "stop" and self.armed
+
+    def stop(self, limit: float) -> None:
+        """Ask the training to end, once: a second signal would end the process before it has saved."""
+        # To the main thread, whose call it is to interrupt: one that another thread gets is not seen while that waits.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def describe(self, limit: float) -> str:
         after = "before the first step was done" if self.step is None else f"after step {self.step}"
-        hung = f"the training hangs: no sign of life {after} for more than {limit:.1f} s"
+        return f"the training hangs: no sign of life {after} for more than {limit:.1f} s"
+
+    def report(self, hung: str, then: str) -> None:
+        """Write the stacks of all threads to the log's file, and a line of log with what follows."""
         # Before the line of log: what hangs may be a handler of logging, whose lock is taken then.
         text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hung}; its stacks:\n{format_stacks()}\n"
         try:
@@ -248,8 +269,7 @@ class Watchdog:
         except OSError as error:
             log.warning("%s cannot be written (%s): stacks go to standard error", self.log_path, error.strerror)
             os.write(2, text.encode())
-        request = "; it is asked to end" if self.policy == "stop" and self.armed else ""
-        log.error("%s; the stacks are in %s%s", hung, self.log_path, request)
+        log.error("%s; the stacks are in %s%s", hung, self.log_path, then)
 
 
 def run_with_timeout(function: Callable[..., Any], *args: Any) -> None:

@@ -82,7 +82,8 @@ def protect(
     check_arguments(trainer, keep, resume, on_full, mirror)
     if isinstance(getattr(trainer, "cogumi_protection", None), Protection):
         raise UsageError("this trainer is protected already", fix="build it again for other settings")
-    watchdog = Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", on_hung)
+    watchdog = getattr(trainer, "cogumi_watchdog", None)  # of the run that the training is a part of
+    watchdog = watchdog or Watchdog(log_path or Path(trainer.args.output_dir) / "run.log", on_hung)
     preemption = Preemption()
     ranks = Ranks(trainer.args.process_index, trainer.args.world_size)
     opened: list[Mirror] = []

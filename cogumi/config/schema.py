@@ -255,7 +255,11 @@ class CogumiSection(Section):
     """When a checkpoint does not fit on the disk: train on without it, wait for space, or end the run. At the end of a run the
     adapter and the merged model wait for space, too, with pause."""
     on_hung: Literal["continue", "stop"] = "continue"
-    """When no step ends for far longer than usual, and the stacks were written to run.log: wait on, or end the run."""
+    """When nothing goes on for far longer than usual, in a step or a stage without steps, and the stacks were written to
+    run.log: wait on, or end the run, which can be resumed."""
+    restarts: int = Field(default=0, ge=0)
+    """How often the run starts again by itself, from its last good checkpoint, after SIGKILL (as when memory runs out) or an
+    error that another try may not meet. It then trains in a child process."""
     sanity: int | None = Field(default=None, gt=0)
     """Train this many steps of the run, answer "safe to scale: yes, no or not shown", and stop with a checkpoint to resume."""
     on_red: Literal["warn", "pause", "stop"] = "warn"
@@ -268,7 +272,8 @@ class CogumiSection(Section):
     price_per_hour: float | None = Field(default=None, gt=0)
     """What an hour of this machine costs, in dollars: the run then says what it has cost and what it will."""
     max_hours: float | None = Field(default=None, gt=0)
-    """The run ends with a checkpoint after so many hours, earlier parts included. With more it resumes from there."""
+    """The run ends with a checkpoint after so many hours, earlier parts included, in whatever stage it is. With more it
+    resumes from there."""
     max_cost: float | None = Field(default=None, gt=0)
     """The same in dollars of `price_per_hour`."""
     samples_every: int | None = Field(default=None, ge=0)

@@ -68,6 +68,15 @@ class UserCodeError(RuntimeError):
     """The user's own code raised an error in a run; the message names the function, the file and the line."""
 
 
+class EndedByWatch(SystemExit):
+    """The watch of a run ends it: its budget is spent, or it hangs. state, reason: as in status.json."""
+
+    def __init__(self, code: int, state: str, reason: str) -> None:
+        super().__init__(code, state, reason)  # all of them, for pickle
+        self.code = self.status = code
+        self.state, self.reason = state, reason
+
+
 class MergeError(Exception):
     """A merge produced something that is not W + delta, or a merged directory is not what was written."""
 

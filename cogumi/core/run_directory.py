@@ -27,6 +27,7 @@ ROLLOUTS = "rollouts.jsonl"
 COMPARISON, COMPARED = "comparison.json", "comparison"  # with cogumi.compare_with, and the check of the verdict
 # What somebody asks of a run under way, by putting a file there; and what says that it waits.
 CHECKPOINT, PAUSE, PAUSED = "CHECKPOINT", "PAUSE", "PAUSED"
+STOP = "STOP"  # `cogumi stop --kill-after` killed the run: it is not started again
 # Start times use wall-clock time, which may be adjusted; PIDs are not reused that quickly.
 CLOCK_SECONDS = 5.0
 NUMBERS = re.compile(r"\[\n\s*((?:-?[\d.eE+-]+,\s*)*-?[\d.eE+-]+)\n\s*\]")  # as json.dumps writes them with an indent

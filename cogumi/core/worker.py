@@ -93,13 +93,13 @@ def call(
         return worker.receive(timeout)
 
 
-def kill_with_children(pid: int) -> None:
-    """Kill a process, if it still runs, and everything it started, in any process group."""
+def kill_with_children(pid: int, spare: bool = False) -> None:
+    """Kill a process, if it still runs and is not to be spared, and everything it started, in any process group."""
     import psutil  # here, as the doctor imports this module where packages are missing
 
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for running in (*process.children(recursive=True), process):
+        for running in (*process.children(recursive=True), *[process] * (not spare)):
             with suppress(psutil.NoSuchProcess):
                 running.kill()
 

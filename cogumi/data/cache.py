@@ -31,6 +31,7 @@ from tqdm.auto import tqdm
 from cogumi.core.durability import NO_SPACE, lock_directory, sync_path, write_synced
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes
+from cogumi.core.liveness import beat
 from cogumi.data.rows import (
     RECORD_COLUMN,
     Dropped,
@@ -475,3 +476,4 @@ def _numbered(
                 yield number, slice(row, row + frame.height), row - start + 1, frame
                 row += frame.height
                 bar.update(frame.height)
+                beat()

@@ -38,6 +38,7 @@ from cogumi.core.disk_space import Need, group_needs, hub_cache
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes, one_line
+from cogumi.core.liveness import beat
 from cogumi.core.run_directory import write_json
 
 log = logging.getLogger("cogumi")
@@ -148,6 +149,7 @@ def bar_for(download: Download, report: Callable[[int, int], None]) -> type[Any]
             super().__init__(*args, **options)
 
         def update(self, n: float | None = 1) -> bool | None:
+            beat()
             self.arrived += int(n or 0)
             with lock:  # the threads of several files write the same status file
                 if self.counts_bytes and time.monotonic() > self.reported_at + 1:

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 
 from cogumi.core.durability import drop_from_memory, sync_path
 from cogumi.core.errors import MergeError
+from cogumi.core.liveness import beat
 from cogumi.core.notices import is_notebook
 from cogumi.core.safetensors_file import FLOAT_DTYPES, as_bytes, matrix_shape, read_into, write_at, write_header
 from cogumi.merge.arithmetic import (
@@ -58,7 +59,12 @@ def progress_bar(enabled: bool, name: str, total: int) -> Iterator[Advance]:
     """Show a bar over `total` bytes in a terminal or a notebook; yield a function that takes the bytes just done."""
     shown = enabled and (is_notebook() or sys.stderr.isatty())
     with tqdm(desc=name, total=total, unit="B", unit_scale=True, leave=is_notebook(), disable=not shown) as bar:
-        yield bar.update
+
+        def advance(done: int) -> None:
+            beat()
+            bar.update(done)
+
+        yield advance
 
 
 def available_cores() -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from cogumi.core.liveness import beat
 from cogumi.patches import replaced
 
 
@@ -24,6 +25,7 @@ def complete_with_ends(
     An end token or a stop sequence ends it and is left out. `skip_special_tokens=False` keeps the end token. Greedy,
     unless `generation`, further arguments of `generate`, says otherwise.
     """
+    beat()
     new = generate_ids(model, tokenizer, prompts, stops, max_new_tokens=max_new_tokens, **generation)
     ends = torch.isin(new, torch.tensor(sorted(end_ids(model, tokenizer)), dtype=new.dtype, device=new.device)).any(-1)
     texts = [
@@ -62,6 +64,7 @@ def generate_ids(
 @torch.no_grad()
 def mean_log_likelihood(model: Any, prompt_ids: list[int], answer_ids: list[int]) -> float:
     """Return the mean log-probability of an answer's tokens after a prompt, in nats."""
+    beat()
     ids = torch.tensor([prompt_ids + answer_ids], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
     return float(logits.float().log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None]).mean())

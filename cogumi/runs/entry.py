@@ -50,17 +50,23 @@ def train_run(run: "RunConfig") -> "RunResult":
         from cogumi.methods.step_split import refuse_unshared
 
         refuse_unshared(run, count)
-        if not count_launched(os.environ):
-            from cogumi.runs.rank_launcher import train_in_processes
+    if (count > 1 or run.cogumi.restarts) and not count_launched(os.environ):
+        from cogumi.runs.restarts import train_with_restarts
 
+        if count > 1:
             refuse_missing_gpus(count, os.environ)
-            return train_in_processes(run, count)
+        return train_with_restarts(run, count)
+    return train_here(run)
+
+
+def train_here(run: "RunConfig") -> "RunResult":
+    """Train in this process, as the only one or as one of those that a launcher started."""
     use_one_gpu()
     wait_for_gpus()  # the run looks again and logs it
     with import_backend(run):
-        from cogumi.training import train as train_here
+        from cogumi.training import train as train_in_process
 
-    return train_here(run)
+    return train_in_process(run)
 
 
 def preview(config: Config, examples: int = 3, **overrides: Any) -> "Preview":

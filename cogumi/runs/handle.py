@@ -17,7 +17,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.notices import show_seconds
 from cogumi.core.redact import VisibleFormatter
-from cogumi.core.run_directory import CHECKPOINT, PAUSE, PAUSED, START, is_running, read_jsonl, same_process
+from cogumi.core.run_directory import CHECKPOINT, PAUSE, PAUSED, START, STOP, is_running, read_jsonl, same_process
 from cogumi.core.worker import kill_with_children
 from cogumi.telemetry.status import (
     BROKEN_OFF,
@@ -163,6 +163,7 @@ class Run:
             log.info("%s: asked to save its last finished step and end (asked again, it ends at once)", self.run_dir)
             if not wait_for_end(status, kill_after):
                 log.warning("%s: still there after %g s; it is killed", self.run_dir, kill_after)
+                (self.run_dir / STOP).touch()
                 kill_with_children(process.pid)
                 wait_for_end(status, None)
             status = self.status()

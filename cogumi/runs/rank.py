@@ -1,4 +1,4 @@
-"""One process of a run in several: `python -m cogumi.runs.rank OUTCOME`, started by `cogumi.runs.rank_launcher`."""
+"""A run's process, one or one of several: `python -m cogumi.runs.rank OUTCOME`, started by `cogumi.runs.rank_launcher`."""
 
 import logging
 import os
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.core.errors import UsageError
+from cogumi.core.liveness import end_process_after
 from cogumi.core.signatures import EXIT_RETRY, exit_status
-from cogumi.runs.entry import train_run
+from cogumi.runs.entry import train_here
 
 log = logging.getLogger("cogumi")
 
@@ -27,7 +28,7 @@ def main() -> None:
     leads = os.environ.get("RANK", "0") == "0"
     result, error, status = None, None, 0
     try:
-        result = train_run(run)
+        result = train_here(run)
     except BaseException as raised:  # a signal's as well: the process that started this one raises what the first does
         if not leads and not isinstance(raised, UsageError):
             raise
@@ -57,4 +58,5 @@ def dump_outcome(result: Any, error: BaseException | None) -> bytes:
 
 
 if __name__ == "__main__":
-    main()
+    with end_process_after():
+        main()

@@ -1,4 +1,4 @@
-"""A run in several processes of this machine: start them, forward signals, and report which one died.
+"""A run in processes of its own on this machine, several or one that is watched: start, forward signals, tell which one died.
 
 Each is `python -m cogumi.runs.rank OUTCOME` with the variables of torchrun, in a session of its own. The job comes
 on standard input, which stays open: at its end the launcher is gone. Rank 0 shares the launcher's output, and writes the
@@ -30,6 +30,7 @@ from cogumi.core.signatures import EXIT_RETRY, known_death
 from cogumi.core.worker import kill_with_children
 from cogumi.stack.gpus import without_chosen_gpu
 from cogumi.stack.host import count_oom_kills
+from cogumi.telemetry.status import AT_WORK, read_json_or_empty
 
 if TYPE_CHECKING:
     from cogumi.config.schema import RunConfig
@@ -85,12 +86,10 @@ def train_in_processes(run: "RunConfig", count: int) -> "RunResult":
 
 def start_ranks(ranks: list[Rank], count: int, job: bytes, place: Path) -> None:
     """Add the processes to `ranks`, one by one."""
-    shared = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),
-        **without_chosen_gpu(os.environ),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(find_port()),
-    }
+    shared = without_chosen_gpu(os.environ)
+    if count > 1:
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+        shared = {**threads, **shared, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
     for rank in range(count):
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         with (place / f"rank-{rank}.log").open("wb") as log_file:
@@ -99,7 +98,7 @@ def start_ranks(ranks: list[Rank], count: int, job: bytes, place: Path) -> None:
                 stdin=subprocess.PIPE,
                 stdout=log_file if rank > 0 else None,
                 stderr=log_file if rank > 0 else None,
-                env=shared | {name: str(value) for name, value in variables.items()},
+                env=shared | {name: str(value) for name, value in variables.items() if count > 1},
                 start_new_session=True,  # a signal of the terminal comes once, from this process
             )
         ranks.append(process)
@@ -169,6 +168,12 @@ def describe_failed_rank(ranks: list[Rank], rank: int, place: Path, run_dir: Pat
     output, status = place / f"rank-{rank}.log", run_dir / "status.json"
     text = output.read_text(encoding="utf-8", errors="replace")
     known = {"retriable": False, **known_death(ranks[rank].returncode, oom_kills, text)}
+    known["retriable"] |= ranks[rank].returncode == EXIT_RETRY
+    recorded = read_json_or_empty(status)
+    if (
+        recorded.get("pid") == ranks[rank].pid and recorded["state"] not in AT_WORK
+    ):  # as after an end by the run's watch
+        return RunFailed(f"{recorded['state']}: {recorded.get('reason')}", known["retriable"])
     died = f"process {rank} of {len(ranks)} {describe_death(ranks[rank].returncode, output)}"
     if status.exists():
         if rank > 0:  # rank 0 shares the launcher's output
@@ -179,4 +184,5 @@ def describe_failed_rank(ranks: list[Rank], rank: int, place: Path, run_dir: Pat
     saved = any(run_dir.glob("checkpoints/checkpoint-*"))
     then = "The same command resumes from the last good checkpoint" if saved else "Nothing was saved yet"
     died += "; known cause: {cause} Fix: {fix}".format(**known) if "cause" in known else ""
-    return RunFailed(f"{died}; the others were ended. {then}", known["retriable"])
+    others = "; the others were ended" if len(ranks) > 1 else ""
+    return RunFailed(f"{died}{others}. {then}", known["retriable"])

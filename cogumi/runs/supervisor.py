@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from cogumi.checkpoints.interruption import raise_exit
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.core.errors import UsageError
+from cogumi.core.liveness import end_process_after
 from cogumi.core.run_directory import (
     CONSOLE,
     START,
@@ -37,7 +38,7 @@ from cogumi.core.run_directory import (
     unwritable_error,
     write_json,
 )
-from cogumi.core.signatures import exit_status, known_death
+from cogumi.core.signatures import EXIT_RETRY, exit_status, known_death
 from cogumi.stack.host import count_oom_kills
 from cogumi.telemetry.status import AT_WORK, read_json_or_empty, status_of, tail_lines
 
@@ -65,7 +66,8 @@ def main() -> None:
     log.setLevel(logging.INFO)
     run = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.exit(run_training(pipe, run_dir, run))
+    with end_process_after():
+        sys.exit(run_training(pipe, run_dir, run))
 
 
 def supervise(trainer: int, run_dir: Path) -> None:
@@ -82,6 +84,7 @@ def supervise(trainer: int, run_dir: Path) -> None:
         known = known_death(code, count_oom_kills() - oom_kills, output) if is_death else {}
         if recorded and is_death:
             write_json(run_dir / "status.json", {**status, **known})
+        known |= {"retriable": True} if code == EXIT_RETRY else {}
         write_json(run_dir / START, {**started, **known, "exit": code})  # last, as it is waited for
 
 
@@ -100,7 +103,7 @@ def run_training(pipe: int, run_dir: Path, run: "RunConfig") -> int:
         if already:
             send_startup_message(already=already)
             return 0
-        with redirect_to_console(run_dir) as record:
+        with redirect_to_console(run_dir, run.cogumi.restarts) as record:
             if not record:
                 send_startup_message(already=f"{run.run_dir} is just being started")
                 return 0
@@ -146,10 +149,11 @@ def describe_existing(run: "RunConfig") -> str:
 
 
 @contextmanager
-def redirect_to_console(run_dir: Path) -> Iterator[dict[str, Any]]:
+def redirect_to_console(run_dir: Path, restarts: int) -> Iterator[dict[str, Any]]:
     """Make the directory and redirect everything this process prints to its console.log.
 
-    Yields the record of this start, with whether there was no run before it; {} if another start has the console.
+    Yields the record of this start, with whether there was no run before it, and how often it restarts by itself; {} if
+    another start has the console.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -162,7 +166,7 @@ def redirect_to_console(run_dir: Path) -> Iterator[dict[str, Any]]:
         if not acquire_lock(lock, run_dir):
             yield {}
             return
-        record = {**this_process(), "time": time.time(), "new": is_empty(run_dir)}
+        record = {**this_process(), "time": time.time(), "new": is_empty(run_dir), "restarts": restarts}
         write_json(run_dir / START, record)
         for stream in (1, 2):
             os.dup2(console, stream)

@@ -52,6 +52,7 @@ class Heartbeat:
         self.throughput: Throughput | None = None
         self.stalled: Callable[[], str] = str  # describes a mirror that falls behind; "" if none does
         self.mirror_lag: Callable[[], dict[str, float]] = dict  # of the same mirror, for the metrics
+        self.watch: Any = None  # the Watchdog of the whole run, if it has one
         self.failing = False
         self.looks: deque[GpuHealth] = deque(maxlen=600)  # since the last logged row
         self.over = threading.Event()

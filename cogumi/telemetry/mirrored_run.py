@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cogumi.checkpoints.commit import remove_if_there
+from cogumi.checkpoints.interruption import Watchdog
 from cogumi.checkpoints.manifest import (
     FORMAT,
     MANIFEST_NAME,
@@ -25,7 +26,7 @@ from cogumi.checkpoints.manifest import (
     list_manifest_files,
     seal,
 )
-from cogumi.checkpoints.mirror import TROUBLE_SECONDS, Mirror, Store, describe
+from cogumi.checkpoints.mirror import Mirror, Store, describe
 from cogumi.core.durability import sha256_file, write_synced
 from cogumi.core.errors import UsageError, best_effort
 from cogumi.core.run_directory import COMPARISON, DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FILE, write_atomic, write_json
@@ -50,6 +51,7 @@ SENT = (
 FINISHED = "finished"  # begins the states of a run that came to its end
 LOOK_SECONDS, SEND_SECONDS, HUB_SECONDS = 1.0, 30.0, 120.0  # each upload to the hub is a commit
 RETRY_SECONDS = 15.0
+END_SECONDS = 30.0  # for the thread, and then for a server that fails, after a run has ended
 ADAPTER_SECONDS = 3600.0  # for which the adapter is tried
 LARGE_BYTES = 10e6  # of a file that is sent less often than SEND_SECONDS, in proportion
 LOG_BYTES = 1_000_000  # of run.log, its end
@@ -122,24 +124,24 @@ class RunMirror:
     def close(self) -> None:
         """Send what is left. A run that was refused, and has no directory any more, leaves nothing there."""
         self.over.set()
-        self.thread.join(TROUBLE_SECONDS)
+        self.thread.join(END_SECONDS)
         if not self.run_dir.exists():
             with best_effort(f"remove the refused run from {self.place.name}"):
                 if self.sent:
                     self.place.remove(RUN, self.sent)
             return
-        deadline = time.monotonic() + TROUBLE_SECONDS
+        deadline = time.monotonic() + END_SECONDS
         while True:
             self.send(everything=True)
             if not self.trouble or time.monotonic() > deadline:
                 break
-            time.sleep(min(RETRY_SECONDS, TROUBLE_SECONDS / 10))
+            time.sleep(END_SECONDS / 10)
         if self.trouble:
             log.error("the end of %s is not in %s: %s", self.run_dir, self.place.name, self.trouble)
 
 
 @contextmanager
-def mirror_run(run_dir: Path, url: str | None) -> Iterator[RunMirror | None]:
+def mirror_run(run_dir: Path, url: str | None, watchdog: Watchdog) -> Iterator[RunMirror | None]:
     """Send the run's files to its mirror in the block, and all that is left at its end."""
     if url is None:
         yield None
@@ -149,7 +151,8 @@ def mirror_run(run_dir: Path, url: str | None) -> Iterator[RunMirror | None]:
     try:
         yield sender
     finally:
-        sender.close()
+        with watchdog.excused():  # it has a limit of its own
+            sender.close()
 
 
 def signature(path: Path) -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from cogumi.core.durability import NO_SPACE
-from cogumi.core.errors import FINISHED_AND_SAVED, TRACEBACK_IN, RefusedAtSetup, UserCodeError
+from cogumi.core.errors import FINISHED_AND_SAVED, TRACEBACK_IN, EndedByWatch, RefusedAtSetup, UserCodeError
 from cogumi.core.formatting import format_duration
 from cogumi.core.redact import RedactingFormatter, VisibleFormatter, redact_text
 from cogumi.core.run_directory import (
@@ -46,7 +46,7 @@ from cogumi.patches.trl_internals import logged_completions, observe_rollouts
 from cogumi.stack.gpu_health import read_gpu_health
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat
-from cogumi.telemetry.status import read_json_or_empty, relative_path
+from cogumi.telemetry.status import HUNG, read_json_or_empty, relative_path
 from cogumi.telemetry.throughput import PAUSED_STAGE, ROLLOUT, Meter, Throughput
 
 log = logging.getLogger("cogumi")
@@ -431,8 +431,12 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
             stage = read_json_or_empty(run_dir / "status.json").get("stage")
             when = FINISHED_AND_SAVED if stage == "train" else f"before or after the training (stage: {stage})"
             state, reason = "stopped", f"asked to by {by}: {when}"
+        if isinstance(error, EndedByWatch):
+            state, reason = error.state, error.reason
         log.log(logging.WARNING if state == "stopped" else logging.ERROR, "%s: %s", state, reason)
-        known = known_cause_of(error) if state == "failed" else {}
+        known: dict[str, Any] = known_cause_of(error) if state == "failed" else {}
+        if state == HUNG:
+            known["retriable"] = True
         if "cause" in known:
             log.error("known cause: %s Fix: %s", known["cause"], known["fix"])
         if state == "failed":

@@ -28,7 +28,8 @@ from cogumi.core.run_directory import (
 )
 
 AT_WORK = ("starting", "running", "paused")  # also in the status.json of a run that was killed
-BROKEN_OFF = ("interrupted", "failed", "stopped", "died")
+HUNG = "hung"
+BROKEN_OFF = ("interrupted", "failed", "stopped", "died", HUNG)
 # States of runs that cogumi itself ended.
 SANITY_CHECKED = "sanity checked"
 STOPPED = "stopped by a red flag"
@@ -112,6 +113,10 @@ def status_of(run_dir: Path) -> Status:
     newest = started if begins else record
     alive = is_alive(run_dir, newest, last_sign)
     state, reason = record.get("state", "starting"), record.get("reason")
+    # Its training process has ended, and the one that starts it again (`cogumi.restarts`) lives.
+    restarts = not begins and not detached and not alive and bool(started.get("restarts") and is_running(started))
+    if restarts and (state in AT_WORK or record.get("retriable")):
+        newest, alive, state, reason = started, True, "starting", "its process has ended, and may be started again"
     if begins:
         state, reason = state_of_start(state if record else None, started, alive)
     elif state in AT_WORK and alive is False:

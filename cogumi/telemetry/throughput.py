@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from cogumi.core.liveness import beat
 from cogumi.core.run_directory import read_json
 from cogumi.data.packing import padding_mask
 from cogumi.models.adapters import find_towers
@@ -141,6 +142,7 @@ class Meter:
                 self.spent[stage] = self.spent.get(stage, 0.0) + seconds
 
     def enter(self, stage: str) -> None:
+        beat()
         self.spent, self.stage, self.since = self.seconds(), stage, time.monotonic()
 
     @contextmanager

@@ -30,7 +30,7 @@ from cogumi.telemetry.status import relative_path
 log = logging.getLogger("cogumi")
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 PACKAGES = (TENSORBOARD, WANDB, "trackio")  # transformers would look for them only when the model is loaded
-SECTION, FINISH_SECONDS = "trackers", 60.0  # of decisions.json; for a tracker's server at the end of a run
+SECTION, FINISH_SECONDS = "trackers", 25.0  # of decisions.json; for a tracker's server at the end of a run
 UNFINISHED: list[tuple[str, Callable[..., Any]]] = []  # what ends the trackers' runs that this process began
 WITHOUT_WANDB = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
 

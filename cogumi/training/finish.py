@@ -19,6 +19,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, UsageError, best_effort
 from cogumi.core.formatting import one_line
+from cogumi.core.liveness import beat
 from cogumi.core.run_directory import (
     DECISIONS,
     read_json,
@@ -146,6 +147,7 @@ def retry_when_full(run: RunConfig, stage: str, act: Callable[..., Result], *arg
             set_status(run.run_dir, "running", stage=stage, reason=f"{stage} waits for space: {full}")
             time.sleep(RETRY_SECONDS)
             while full.needed and space_of(Path(full.place)).free < full.needed:
+                beat()
                 time.sleep(RETRY_SECONDS)
         set_status(run.run_dir, "running", stage=stage)
 

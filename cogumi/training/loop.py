@@ -32,6 +32,7 @@ from cogumi.core.run_directory import (
     PAUSE,
     PAUSED,
     SAMPLES_FILE,
+    STOP,
     read_jsonl,
     read_section,
     write_section,
@@ -234,7 +235,7 @@ def remove_request(path: Path) -> bool:
 
 
 def forget_requests(directory: Path) -> None:
-    for name in (CHECKPOINT, PAUSE, PAUSED):
+    for name in (CHECKPOINT, PAUSE, PAUSED, STOP):
         remove_request(directory / name)
 
 
@@ -269,6 +270,7 @@ def fit(
     trackers.begin_trackers(run_dir, trainer)
     if os.environ.get("LOCAL_RANK", "0") in ("0", "-1"):  # one process of a machine watches its disks
         trainer.add_callback(DiskMonitorCallback(log_path=run_dir / "disk.jsonl"))
+    trainer.cogumi_watchdog = heart.watch
     protect(
         trainer,
         keep=keep_limit(trainer.args.save_total_limit) or DEFAULT_KEEP,

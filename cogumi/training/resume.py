@@ -34,9 +34,9 @@ UNFINISHED = (*AT_WORK, *BROKEN_OFF, *RESUME_HINTS)
 MUTABLE_KEYS = frozenset({
     "cogumi.run_dir", "cogumi.resume", "cogumi.merge", "cogumi.merge_dtype", "cogumi.compile", "cogumi.preflight",
     "cogumi.compare_with", "cogumi.gate", "cogumi.from_failed", "cogumi.forgetting",
-    "cogumi.mirror", "cogumi.sanity", "cogumi.on_red", "cogumi.on_full", "cogumi.on_hung", "cogumi.price_per_hour",
-    "cogumi.max_hours", "cogumi.max_cost", "cogumi.samples_every", "cogumi.processes", "train.save_steps",
-    "train.save_strategy", "train.save_total_limit", "train.report_to", "train.run_name",
+    "cogumi.mirror", "cogumi.sanity", "cogumi.on_red", "cogumi.on_full", "cogumi.on_hung", "cogumi.restarts",
+    "cogumi.price_per_hour", "cogumi.max_hours", "cogumi.max_cost", "cogumi.samples_every", "cogumi.processes",
+    "train.save_steps", "train.save_strategy", "train.save_total_limit", "train.report_to", "train.run_name",
     *(f"cogumi.flags.{key}" for key in Thresholds.model_fields),
 })  # fmt: skip
 

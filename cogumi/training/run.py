@@ -75,6 +75,7 @@ from cogumi.training.estimate import make_choices, run_preflight, wants_prefligh
 from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit, sample_options
 from cogumi.training.parallel import Followers, follow, gather_trained, processes_here, set_accelerate
 from cogumi.training.resume import bring_back, is_resuming, lock_run, refuse_spent
+from cogumi.training.watch import RunWatch
 
 log = logging.getLogger("cogumi")
 MAX_HALVINGS = 2  # of the micro-batch, where memory runs out at a step
@@ -114,11 +115,12 @@ def train(run: RunConfig) -> RunResult:
     process = set_up_process(run)
     if not process.ranks.leads:
         return follow(process.ranks)
-    with Followers(process.ranks) as followers:
-        return followers.finish(train_leader(run, meter, process, followers))
+    watch = RunWatch(run, meter)
+    with Followers(process.ranks) as followers, watch.running():
+        return followers.finish(train_leader(run, watch, process, followers))
 
 
-def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Followers) -> RunResult:
+def train_leader(run: RunConfig, watch: RunWatch, process: "Process", followers: Followers) -> RunResult:
     """Make one run. Bad input is refused before its directory exists."""
     if run.cogumi.mirror is not None and bring_back(run, Mirror(run.cogumi.mirror)):
         return read_finished(run)
@@ -133,7 +135,8 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
     prepared = prepare(run, base)
 
     run_dir = run.run_dir if resuming else create_run_dir(run.run_dir)
-    with mirror_run(run_dir, run.cogumi.mirror) as mirror, open_run(run_dir, resuming, meter) as heart:
+    mirroring = mirror_run(run_dir, run.cogumi.mirror, watch)
+    with mirroring as mirror, open_run(run_dir, resuming, watch) as heart:
         write_atomic(run_dir / "config.yaml", config_text)
         record_start(run, resuming, process, prepared)
         run = make_choices(run, base, prepared.examples.train, prepared.tokenizer)
@@ -161,8 +164,10 @@ def train_leader(run: RunConfig, meter: Meter, process: "Process", followers: Fo
             trained.fitted.checks.append(check_forgetting(run))
         if mirror is not None and trained.adapter is not None and trained.fitted.ended is None:
             enter_stage(heart, "mirror")
-            trained.fitted.checks.append(finish.judge_mirrored(mirror))
+            with watch.excused():
+                trained.fitted.checks.append(finish.judge_mirrored(mirror))
         verdict = finish.record_verdict(run_dir, trained.fitted)
+        watch.finish(verdict.passed)
         if trained.adapter is not None and (
             limits := serving_limits(read_json(trained.adapter / "adapter_config.json"))
         ):
@@ -268,7 +273,7 @@ def prepare(run: RunConfig, base: RunBase) -> Prepared:
 
 
 @contextmanager
-def open_run(run_dir: Path, resuming: bool, meter: Meter) -> Iterator[Heartbeat]:
+def open_run(run_dir: Path, resuming: bool, watch: RunWatch) -> Iterator[Heartbeat]:
     """Hold the run directory, record what happens in it, and write the report however the run ends."""
     with (
         survive_closed_terminal(),
@@ -277,8 +282,10 @@ def open_run(run_dir: Path, resuming: bool, meter: Meter) -> Iterator[Heartbeat]
         write_report_at_end(run_dir),
         finish_trackers(run_dir),
         record_run(run_dir, resuming),
-        measure_run(run_dir, meter) as heart,
+        measure_run(run_dir, watch.meter) as heart,
+        watch.in_directory(),
     ):
+        heart.watch = watch
         forget_requests(run_dir)  # left over from an earlier part of the run
         yield heart
 
