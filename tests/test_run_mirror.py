@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from test_training_unfinished import logged, stop_after, the_same
 
 import cogumi
 from cogumi.checkpoints.manifest import MANIFEST_NAME
-from cogumi.checkpoints.mirror import Mirror
+from cogumi.checkpoints.mirror import Mirror, Store
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json
 from cogumi.health import rules
@@ -203,6 +204,21 @@ def test_a_run_that_is_finished_in_its_mirror_is_fetched_and_not_made_again(
     assert status == 0
     assert "is finished already in" in caplog.text
     assert cogumi.attach(run_dir).status().passed
+
+
+def test_who_waits_for_a_run_may_destroy_its_machine(sft: Config, bucket: Bucket) -> None:
+    """As in `cogumi wait RUN; stop the machine`: verdict, report and DONE go to the mirror after the run has its state."""
+
+    def slow(method: str, path: str) -> None:
+        if method == "PUT" and "/run/" in path:
+            time.sleep(0.3)
+
+    bucket.proxy.faults = slow
+    status = cogumi.start(sft).wait()
+    assert status.passed
+    assert {"verdict.json", "report.html", "DONE", "status.json"} <= bucket.files()["run"]
+    mirrored = Store(bucket.url)
+    assert json.loads(mirrored.text("run", "status.json"))["state"] == "finished"
 
 
 def test_the_status_is_read_from_the_mirror(

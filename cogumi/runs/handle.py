@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cogumi")
 POLL_SECONDS = 0.25
+CLOSING_SECONDS = 180.0  # for report, trackers and mirror, each of which has a limit of its own
 SUPERVISOR_SECONDS = 2.0  # that a supervisor may take to write how its process ended
 
 
@@ -120,6 +121,7 @@ class Run:
     def wait(self, timeout: float | None = None) -> Status:
         """Wait until the run has ended, and show how far it is. An interrupt ends the waiting, never the run.
 
+        What follows its verdict (the report, the end of its mirror) is waited for as well where it has a process of its own.
         timeout: in seconds; raises TimeoutError where the run is still at work after them.
         """
         from tqdm.auto import tqdm
@@ -135,6 +137,8 @@ class Run:
                 bar.total = status.steps
                 bar.set_postfix_str(status.stage or status.state, refresh=False)
                 bar.update((status.step or 0) - bar.n)
+        if same_process(read_json_or_empty(self.run_dir / START), status.process):
+            wait_for_end(status, CLOSING_SECONDS)
         return status
 
     def _statuses(self, until: float) -> Iterator[Status]:
