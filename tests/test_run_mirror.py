@@ -472,3 +472,14 @@ def test_several_processes_are_told_that_the_run_is_finished(sft: Config, tmp_pa
     result = cogumi.train(sft)
     assert result.metrics == first.metrics
     assert the_same(result.run_dir, kept)
+
+
+def test_waiting_for_the_adapter_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cogumi.core import liveness
+    from cogumi.telemetry import mirrored_run
+
+    monkeypatch.setattr(mirrored_run, "ADAPTER_SECONDS", 0.5)
+    sender, before = RunMirror(tmp_path / "run", str(tmp_path / "mirror")), liveness.signs
+    sender.adapter = tmp_path / "adapter"
+    assert sender.wait_for_adapter() == "its upload takes too long"
+    assert liveness.signs > before

@@ -38,6 +38,7 @@ from cogumi.checkpoints.verify import inspect
 from cogumi.core.durability import NO_SPACE, sha256_file, sync_path
 from cogumi.core.errors import UsageError, best_effort
 from cogumi.core.formatting import format_bytes, format_command, is_command
+from cogumi.core.liveness import beat
 
 log = logging.getLogger(__name__)
 
@@ -275,6 +276,7 @@ class Mirror:
         staged = open_staging(output_dir) / name
         for file in [*manifest.files, MANIFEST_NAME]:
             self.place.fs.get_file(f"{self.place.root}/{name}/{file}", str(staged / file))
+            beat()
         finding = inspect(staged)
         if finding.state != "verified":
             raise CheckpointDamaged(finding.reason)

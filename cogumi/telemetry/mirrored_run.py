@@ -29,6 +29,7 @@ from cogumi.checkpoints.manifest import (
 from cogumi.checkpoints.mirror import Mirror, Store, describe
 from cogumi.core.durability import sha256_file, write_synced
 from cogumi.core.errors import UsageError, best_effort
+from cogumi.core.liveness import beat
 from cogumi.core.run_directory import COMPARISON, DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FILE, write_atomic, write_json
 from cogumi.telemetry.status import AT_WORK, read_json_or_empty
 
@@ -116,6 +117,7 @@ class RunMirror:
         """Wait until the adapter is in the mirror, at most an hour. Returns why it is not; "" once it is."""
         deadline = time.monotonic() + ADAPTER_SECONDS
         while self.adapter is not None and time.monotonic() < deadline:
+            beat()  # it has a limit of its own
             time.sleep(0.1)
         missing = "" if self.adapter is None else self.trouble or "its upload takes too long"
         self.adapter = None
