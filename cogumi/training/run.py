@@ -164,8 +164,7 @@ def train_leader(run: RunConfig, watch: RunWatch, process: "Process", followers:
             trained.fitted.checks.append(check_forgetting(run))
         if mirror is not None and trained.adapter is not None and trained.fitted.ended is None:
             enter_stage(heart, "mirror")
-            with watch.excused():
-                trained.fitted.checks.append(finish.judge_mirrored(mirror))
+            trained.fitted.checks.append(finish.judge_mirrored(mirror))
         verdict = finish.record_verdict(run_dir, trained.fitted)
         watch.finish(verdict.passed)
         if trained.adapter is not None and (
