@@ -333,6 +333,46 @@ def test_where_all_is_damaged_the_command_in_the_message_starts_over(
     assert "finished, step 6/6" in output
 
 
+@pytest.mark.slow("a training for each damaged file")
+@pytest.mark.parametrize("how", ["flipped", "shorter", "gone"])
+def test_a_damaged_mirror_is_continued_from_what_is_whole_or_refused(
+    sft: Config, stop_after: Any, tmp_path: Path, how: str, train_once: Any, tiny_model: Path
+) -> None:
+    """Each file of the newest checkpoint, and what is read of the run: the bits of an undisturbed run, or nothing."""
+    whole = undisturbed(sft, tmp_path, train_once, tiny_model, "sft")
+    stop_after(5)
+    with pytest.raises(RuntimeError, match="fell off"):
+        cogumi.train(sft, cogumi__mirror=str(tmp_path / "mirror"))
+    stop_after(0)
+    run_dir, ends = Path(sft["cogumi"]["run_dir"]), []
+    files = sorted(path.relative_to(tmp_path / "mirror") for path in (tmp_path / "mirror" / "checkpoint-4").iterdir())
+    files += [Path("run", name) for name in ("config.yaml", "status.json", "flags.json", "heartbeat.json", "run.log")]
+    for file in files:
+        shutil.rmtree(run_dir)
+        shutil.copytree(tmp_path / "mirror", place := tmp_path / f"damaged-{len(ends)}")
+        data = (place / file).read_bytes()
+        (place / file).unlink()
+        if how != "gone":
+            half = len(data) // 2
+            (place / file).write_bytes(data[:half] if how == "shorter" else data[:half] + b"\xff" + data[half + 1 :])
+        try:
+            cogumi.train(sft, cogumi__mirror=str(place))
+            ends.append("continued")
+            assert logged(run_dir) == logged(whole), file
+            assert the_same(run_dir, whole), file
+        except UsageError as error:
+            ends.append(str(error))
+            assert not run_dir.exists(), file
+            run_dir.mkdir()
+    assert len(files) >= 12
+    refused = [end for end in ends if end != "continued"]
+    assert len(files) >= 12
+    assert [end.partition(" cannot be read (")[0] for end in refused] == [f"mirror {tmp_path}/damaged-13"] * len(
+        refused
+    )
+    assert len(refused) <= 1  # a configuration that is no text
+
+
 def test_a_fetch_that_was_interrupted_is_made_again(sft: Config, stop_after: Any, tmp_path: Path) -> None:
     sft["cogumi"] |= {"mirror": str(tmp_path / "mirror")}
     stop_after(5)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from cogumi.checkpoints.commit import remove_if_there
 from cogumi.checkpoints.interruption import Watchdog
@@ -190,7 +191,9 @@ def fetch_unfinished(mirror: Mirror, run_dir: Path) -> bool:
         return False
     fetch_files(mirror.place, run_dir, (*NEWER, "run.log"))
     for name, text in json.loads((point / PACKED).read_bytes()).items():
-        sent = read_json_or_empty(run_dir / name) if name in NEWER else {}
+        sent: dict[str, Any] = {}
+        with best_effort(f"take {name} from {mirror} as it was last", UsageError):
+            sent = read_json_or_empty(run_dir / name) if name in NEWER else {}
         if name in RESUMED and (not sent or json.loads(text)[NEWER[name]] > sent[NEWER[name]]):
             write_atomic(run_dir / name, text)
     if read_json_or_empty(run_dir / "status.json").get("state", FINISHED).startswith(FINISHED):  # without its adapter
