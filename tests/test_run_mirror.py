@@ -455,6 +455,36 @@ def test_the_best_checkpoint_stays_in_the_mirror_and_follows_the_newest(bucket: 
     assert bucket.files().keys() == {"checkpoint-8", "checkpoint-10"}
 
 
+@pytest.mark.slow("a link ten times slower than the saves, for seconds")
+def test_over_a_slow_link_the_newest_whole_checkpoint_is_two_transfers_old_at_most(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfers: list[float] = []
+
+    def timed(self: Mirror, checkpoint: Path) -> Exception | None:
+        began = time.monotonic()
+        failure = transfer(self, checkpoint)
+        transfers.append(time.monotonic() - began)
+        return failure
+
+    def slow(method: str, path: str) -> None:
+        if method == "PUT" and path.endswith("optimizer.pt"):
+            time.sleep(2)
+
+    transfer = Mirror.mirror
+    monkeypatch.setattr(Mirror, "mirror", timed)
+    bucket.proxy.faults = slow
+    mirror, saved, ages = Mirror(bucket.url), dict[int, float](), list[float]()
+    for step in range(1, 61):  # one each 0.2 s, a tenth of a transfer
+        saved[step] = time.monotonic()
+        mirror.send(make(tmp_path, step))
+        time.sleep(max(0.0, saved[step] + 0.2 - time.monotonic()))
+        ages.append(time.monotonic() - saved[mirror.reached or 1])
+    assert mirror.finish(60) == []
+    assert len(transfers) >= 4
+    assert max(ages) <= 2 * max(transfers) + 0.5, (ages, transfers)
+
+
 def test_a_mirror_that_is_late_is_a_yellow_flag() -> None:
     def flag(seconds: float) -> Any:
         row = {"step": 3, "perf/mirror_lag_steps": 40.0, "perf/mirror_lag_seconds": seconds}
