@@ -145,6 +145,19 @@ def test_a_damaged_checkpoint_is_passed_over_and_an_adapter_folder_wins(
         fetched(load_config(sft, model__adapter=str(mirror)))
 
 
+def test_the_mirror_of_a_run_that_failed_is_refused(sft: Config, cache: Path, tmp_path: Path) -> None:
+    """With the real run: its adapter, its verdict and a check that failed are in the mirror."""
+    mirror, other = str(tmp_path / "mirror"), str(tmp_path / "other")
+    first = cogumi.train(sft, cogumi__mirror=mirror, train__learning_rate=1e6, train__max_steps=1)
+    assert not first.passed
+    shutil.rmtree(first.run_dir)
+    again = load_config(sft, model__adapter=mirror, cogumi__run_dir=other)
+    with pytest.raises(UsageError, match=r"mirror: model\.adapter: failed checks: .*cogumi\.from_failed: true here"):
+        fetched(again)
+    assert not Path(other).exists()
+    assert fetched(load_config(sft, model__adapter=mirror, cogumi__run_dir=other, cogumi__from_failed=True)).is_dir()
+
+
 @pytest.mark.parametrize("source", ["someone/lora", "hf://someone/lora", "hf://someone/lora/stage/one", "@", "hf@"])
 def test_an_adapter_of_the_hub_is_pinned_to_its_commit(
     hub: HubServer,  # noqa: F811

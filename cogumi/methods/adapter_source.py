@@ -21,7 +21,7 @@ from cogumi.checkpoints.mirror import Store, describe, newest_first
 from cogumi.config.schema import RunConfig
 from cogumi.core.durability import sha256_file
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import DECISIONS, read_section, write_section
+from cogumi.core.run_directory import DECISIONS, describe_failure, read_section, write_section
 from cogumi.hub.downloads import hub_errors_refused
 
 log = logging.getLogger("cogumi")
@@ -33,6 +33,7 @@ NEEDED = re.compile(
     r"(tokenizer|special_tokens|added_tokens|vocab|merges|chat_template).*"
 )
 HUB_PLACE = re.compile(r"(?:hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@([^/]+))?((?:/.+)?)")
+TRAIN_AGAIN = "train that again, or set cogumi.from_failed: true here"
 ANOTHER_RUN = "put that one back, or start again in another cogumi.run_dir"
 
 
@@ -47,11 +48,13 @@ def find_adapter(run: RunConfig) -> None:
     on_hub, place, is_url = HUB_PLACE.fullmatch(source), Path(source), "://" in source
     if on_hub and not is_url and (on_hub[3] or place.exists()):
         on_hub = None
-    if not (on_hub or is_url) and ((place / CONFIG).exists() or not any(place.glob("checkpoint-*"))):
+    is_mirror = any(place.glob("checkpoint-*")) or (place / "run" / "verdict.json").exists()
+    if not (on_hub or is_url) and ((place / CONFIG).exists() or not is_mirror):
         return
     known = read_section(run.run_dir / DECISIONS, SECTION)
     try:
-        run.model._fetched = fetch_adapter(source, on_hub, known if known.get("source") == source else {})
+        known = known if known.get("source") == source else {}
+        run.model._fetched = fetch_adapter(source, on_hub, known, run.cogumi.from_failed)
     except UsageError as error:
         raise UsageError(error.message, place=error.place, key="model.adapter", fix=error.fix) from error
     except Exception as error:
@@ -66,7 +69,9 @@ def record_adapter(run: RunConfig) -> None:
         write_section(run.run_dir / DECISIONS, SECTION, pinned)
 
 
-def fetch_adapter(source: str, on_hub: re.Match[str] | None, known: Mapping[str, str]) -> dict[str, str]:
+def fetch_adapter(
+    source: str, on_hub: re.Match[str] | None, known: Mapping[str, str], from_failed: bool
+) -> dict[str, str]:
     """Copy an adapter into the cache of its digest, unless it is there. Returns what it is known by, and its directory."""
     cache = Path(platformdirs.user_cache_dir("cogumi")) / "adapters"
     with suppress(KeyError, FileNotFoundError, CheckpointDamaged):
@@ -79,6 +84,8 @@ def fetch_adapter(source: str, on_hub: re.Match[str] | None, known: Mapping[str,
         url = f"hf://{on_hub[1]}@{commit}{on_hub[3]}"
     store = Store(url)
     folders = list_folders(store)
+    if not known and not from_failed:
+        refuse_failed_run(store)
     if known and known["folder"] not in folders:
         raise UsageError(f"{source} no longer has {known['folder']}, with which this run began", fix=ANOTHER_RUN)
     cache.mkdir(parents=True, exist_ok=True)
@@ -113,6 +120,16 @@ def list_folders(store: Store) -> dict[str, list[str]]:
         fix = "name a directory, a repository or a mirror that holds a LoRA adapter"
         raise UsageError(f"{store.name} holds no {CONFIG}, nor a whole checkpoint with one", fix=fix)
     return folders
+
+
+def refuse_failed_run(store: Store) -> None:
+    """Raise UsageError for the mirror of a run whose checks failed or whose gate is not met."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in ("config.yaml", "verdict.json"):
+            if store.fs.exists(path := f"{store.root}/run/{name}"):
+                store.fs.get_file(path, f"{scratch}/{name}")
+        if failure := describe_failure(Path(scratch), of_merge=False):
+            raise UsageError(failure, place=store.name, fix=TRAIN_AGAIN)
 
 
 def digest_of(directory: Path) -> str:

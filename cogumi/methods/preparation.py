@@ -19,7 +19,7 @@ from cogumi.hub.downloads import find_commit
 from cogumi.merge.adapter_files import WHERE_TRAINED, refuse_unsupported
 from cogumi.merge.preflight import Original, check_loadable, expected_base, find_original, plan_adapter
 from cogumi.methods import auto_settings
-from cogumi.methods.adapter_source import find_adapter
+from cogumi.methods.adapter_source import TRAIN_AGAIN, find_adapter
 from cogumi.methods.sampler import refuse_quantized
 from cogumi.methods.warm_start import check_recorded_base, lora_of
 from cogumi.models.adapters import check_targets, lora_config
@@ -44,8 +44,7 @@ def check_settings(run: RunConfig, on_this_machine: bool = True) -> None:
         auto_settings.refuse_adapter_settings(run)
     for key, before in runs_before(run).items() if not options.from_failed else ():
         if failure := describe_failure(before, of_merge=key == "model.name"):
-            fix = "train that again, or set cogumi.from_failed: true here"
-            raise UsageError(failure, place=before, key=key, fix=fix)
+            raise UsageError(failure, place=before, key=key, fix=TRAIN_AGAIN)
     if on_this_machine:
         auto_settings.refuse_segments(run)
     find_adapter(run)
