@@ -1,5 +1,8 @@
 """Share of a training step that cogumi's callbacks take: telemetry, guards, flags, TensorBoard, exchange between processes.
 
+With a mirror also that of its other threads: watch, heartbeat, uploads of the run, and of a checkpoint in twelve seconds. By
+itself a run saves once a minute or less often.
+
 `cogumi.train` on the small base, alone and as two processes over gloo, with each step logged. A GPU's step is longer, and what
 is counted here does not grow with the model. `torchrun -m benchmarks.overhead DIRECTORY SHARDING STEPS` is one of the processes.
 """
@@ -22,25 +25,29 @@ from benchmarks.harness import ROOT, OwnTime, Row, quiet, values_row
 from cogumi.core.formatting import last_line
 
 WARM_UP = 5  # steps
-# Processes and sharding.
+MIRRORED = "mirrored"
+# Processes, and sharding or a mirror.
 CASES = {
     "sft, 8 x 512 tokens": (1, "none"),
+    "sft, 8 x 512 tokens, mirrored": (1, MIRRORED),
     "sft, 8 x 512 tokens, 2 processes": (2, "none"),
     "sft, 8 x 512 tokens, 2 processes, fsdp2": (2, "fsdp2"),
 }
 
 
 def configure(directory: str, sharding: str, steps: int) -> dict[str, Any]:
-    """Return a run of the small base on rows of one length, without checkpoints, samples and evaluation."""
+    """Return a run of the small base on rows of one length, without samples and evaluation, with checkpoints if mirrored."""
+    mirror = {"mirror": f"{directory}/mirror", "max_hours": 1} if sharding == MIRRORED else {"sharding": sharding}
+    saves = {"save_strategy": "steps", "save_steps": 40} if sharding == MIRRORED else {"save_strategy": "no"}
     rows = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_length": 512, "packing": True}
     train = {"max_steps": steps, "learning_rate": 1e-4, "gradient_checkpointing": False, "logging_steps": 1}
     return {
         "model": {"name": "cogumi:small-base", "dtype": "float32"},
         "lora": {"r": 16},
         "data": {"source": "cogumi:stdlib-chat", "format": "chat"},
-        "train": rows | train | {"save_strategy": "no", "eval_strategy": "no"},
+        "train": rows | train | saves | {"eval_strategy": "no"},
         "cogumi": {
-            "method": "sft", "processes": int(os.environ.get("WORLD_SIZE", "1")), "sharding": sharding, "samples_every": 0,
+            "method": "sft", "processes": int(os.environ.get("WORLD_SIZE", "1")), "samples_every": 0, **mirror,
             "run_dir": f"{directory}/run", "merge": False, "preflight": "off", "compile": "off",
         },
     }  # fmt: skip
@@ -71,7 +78,9 @@ class StepTimes:
             self.steps += 1
             if self.steps >= WARM_UP:
                 callbacks = self.callbacks.cpu, self.callbacks.wall
-                self.marks.append([time.thread_time(), time.perf_counter(), *callbacks, self.exchange.wall])
+                self.marks.append(
+                    [time.thread_time(), time.perf_counter(), *callbacks, self.exchange.wall, time.process_time()]
+                )
             return control
 
         CallbackHandler.on_step_end = on_step_end  # type: ignore[method-assign]
@@ -84,7 +93,7 @@ def figures(marks: list[list[list[float]]]) -> dict[str, float]:
     """
     took = [[[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(rank)] for rank in marks]
     steps = len(took[0])
-    cpu, wall, callbacks_cpu, _, _ = (sum(step[field] for step in took[0]) for field in range(5))
+    cpu, wall, callbacks_cpu, _, _, process = (sum(step[field] for step in took[0]) for field in range(6))
     callbacks, exchange = (sum(min(rank[at][field] for rank in took) for at in range(steps)) for field in (3, 4))
     return {
         "step|ms": 1e3 * wall / steps,
@@ -92,6 +101,7 @@ def figures(marks: list[list[list[float]]]) -> dict[str, float]:
         "exchange between the processes|ms/step": 1e3 * exchange / steps,
         "share of a step|%": 100 * callbacks_cpu / cpu,
         "share of a step by the clock|%": 100 * callbacks / wall,
+        "CPU of other threads, share of a step|%": 100 * (process - cpu) / cpu,
     }
 
 
