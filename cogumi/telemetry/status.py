@@ -273,9 +273,9 @@ def format_sentence(status: Status) -> str:
     missed = [check for check in failed_checks(made) if check["figure"] not in (status.reason or "")]
     parts = [
         format_headline(status),
+        *map(format_missed_check, missed),
         count_checks(made, reds(status)) if made and counted else "",
         f"flags: {counted}" if status.ended and counted else "",
-        *map(format_missed_check, missed),
         " ".join((status.reason or "").split()),
         format_cause(status),
         describe_resume(status),
