@@ -32,10 +32,13 @@ import cogumi
 from cogumi.checkpoints.manifest import MANIFEST_NAME
 from cogumi.checkpoints.mirror import Mirror, Store
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import read_json
+from cogumi.core.run_directory import read_json, write_json
 from cogumi.health import rules
 from cogumi.health.flags import RunHistory
+from cogumi.telemetry import mirrored_run
 from cogumi.telemetry.mirrored_run import RunMirror, fetch_files
+from cogumi.telemetry.status import read_json_or_empty
+from cogumi.training import run as run_module
 
 __all__ = ["hub", "stop_after"]  # fixtures
 Config = dict[str, Any]
@@ -219,6 +222,55 @@ def test_who_waits_for_a_run_may_destroy_its_machine(sft: Config, bucket: Bucket
     assert {"verdict.json", "report.html", "DONE", "status.json"} <= bucket.files()["run"]
     mirrored = Store(bucket.url)
     assert json.loads(mirrored.text("run", "status.json"))["state"] == "finished"
+
+
+def test_a_mirror_belongs_to_one_run_that_is_under_way(
+    sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also before its first checkpoint. Of another machine the heartbeat tells whether it lives."""
+    place, other = tmp_path / "mirror" / "run", str(tmp_path / "other")
+    sft["cogumi"] |= {"mirror": str(tmp_path / "mirror")}
+    run = cogumi.start(sft, train__max_steps=100_000, train__save_steps=50_000)
+    while (
+        read_json_or_empty(place / "status.json").get("state") != "running" or not (place / "heartbeat.json").exists()
+    ):
+        time.sleep(0.2)
+    with pytest.raises(UsageError, match=r"holds a run of another configuration \(train\.max_steps: 100000 there"):
+        cogumi.train(sft, train__save_steps=50_000, cogumi__run_dir=other)
+    same = {"train__max_steps": 100_000, "train__save_steps": 50_000, "cogumi__run_dir": other}
+    with pytest.raises(UsageError, match=rf"holds a run that is under way \(process {run.status().pid} on "):
+        cogumi.train(sft, **same)
+    assert not Path(other).exists()
+    run.stop()
+    run.wait()
+
+    status, beat = (read_json(place / name) for name in ("status.json", "heartbeat.json"))
+    write_json(place / "status.json", status | {"state": "running", "host": "another-machine"})
+    write_json(place / "heartbeat.json", beat | {"time": time.time()})
+    monkeypatch.setattr(mirrored_run, "SEND_SECONDS", 5.0)
+    monkeypatch.setattr(mirrored_run, "RETRY_SECONDS", 0.1)
+    beating = threading.Timer(2, lambda: write_json(place / "heartbeat.json", beat | {"time": time.time()}))
+    beating.start()
+    with pytest.raises(UsageError, match=r"under way \(process \d+ on another-machine\); wait for it, end that one"):
+        cogumi.train(sft, **same)
+    write_json(place / "heartbeat.json", beat | {"time": time.time()})
+    monkeypatch.setattr(mirrored_run, "SEND_SECONDS", 1.0)
+    monkeypatch.setattr(run_module, "prepare_base", refuse)
+    with pytest.raises(UsageError, match="a pretend refusal"):  # it was silent for long enough, and the run goes on
+        cogumi.train(sft, **same)
+    assert caplog.text.count("at work a moment ago") == 2
+
+
+def refuse(*_: Any) -> None:
+    raise UsageError("a pretend refusal")
+
+
+@pytest.mark.parametrize(("run_dir", "mirror"), [("run", "run"), ("run", "run/mirror"), ("mirror/run", "mirror")])
+def test_a_mirror_in_its_own_run_directory_is_refused(sft: Config, tmp_path: Path, run_dir: str, mirror: str) -> None:
+    (tmp_path / "mirror").mkdir()
+    with pytest.raises(UsageError, match=r"cogumi\.mirror: .* are lost together; name a place outside of it"):
+        cogumi.train(sft, cogumi__run_dir=str(tmp_path / run_dir), cogumi__mirror=str(tmp_path / mirror))
+    assert not (tmp_path / run_dir).exists()
 
 
 def test_the_status_is_read_from_the_mirror(

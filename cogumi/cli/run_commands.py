@@ -254,7 +254,8 @@ def say_end(status: Status) -> None:
     """Say how a run ended; exit status 1 if not well, 75 if another try may succeed."""
     print_text(format_sentence(status))
     if not status.passed:
-        raise typer.Exit(EXIT_RETRY if status.retriable else 1)
+        was_killed = status.state == "died" and status.retriable is None  # without a supervisor that knows how
+        raise typer.Exit(EXIT_RETRY if status.retriable or was_killed else 1)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ log = logging.getLogger("cogumi")
 def main() -> None:
     """Train the run that comes on standard input."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger().handlers[0].setLevel(logging.INFO)  # run.log alone has the details
     logging.getLogger("cogumi").setLevel(logging.INFO)
     run = pickle.load(sys.stdin.buffer)
     threading.Thread(target=end_with_parent, args=(os.dup(0),), daemon=True).start()

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +31,18 @@ from cogumi.checkpoints.mirror import Mirror, Store, describe
 from cogumi.core.durability import sha256_file, write_synced
 from cogumi.core.errors import UsageError, best_effort
 from cogumi.core.liveness import beat
-from cogumi.core.run_directory import COMPARISON, DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FILE, write_atomic, write_json
+from cogumi.core.run_directory import (
+    COMPARISON,
+    DECISIONS,
+    FORECAST,
+    ROLLOUTS,
+    SAMPLES_FILE,
+    is_running,
+    same_process,
+    this_process,
+    write_atomic,
+    write_json,
+)
 from cogumi.telemetry.status import AT_WORK, read_json_or_empty
 
 log = logging.getLogger(__name__)
@@ -223,6 +234,38 @@ def fetch_finished(mirror: Mirror, run_dir: Path) -> bool:
         return False
     fetch_files(place, run_dir, SENT)
     return True
+
+
+def refuse_living_run(place: Store) -> None:
+    """Raise UsageError where the run in a mirror is under way: its process lives here, or its heartbeat goes on elsewhere.
+
+    A machine that was destroyed a moment ago is waited for until its next heartbeat is overdue.
+    """
+    files, overdue = place.tree(re.compile(RUN)).get(RUN, {}), 3 * (HUB_SECONDS if place.on_hub else SEND_SECONDS)
+    if not {"status.json", "heartbeat.json"} <= files.keys():
+        return
+
+    def read(name: str) -> Any:
+        place.fs.invalidate_cache()
+        with suppress(ValueError):
+            return json.loads(place.text(RUN, name))
+        return {}
+
+    status, first = read("status.json"), read("heartbeat.json")
+    if status.get("state") not in AT_WORK or same_process(status, this_process()):  # an earlier run of this kernel
+        return
+    lives, where = is_running(status), f"process {status.get('pid')} on {status.get('host')}"
+    if status.get("host") != this_process()["host"]:
+        deadline = time.monotonic() + min(overdue, overdue + first.get("time", 0.0) - time.time())
+        if time.monotonic() < deadline:
+            log.warning("mirror %s: its run was at work a moment ago (%s); is it still?", place.name, where)
+        while not lives and time.monotonic() < deadline:
+            beat()
+            time.sleep(min(RETRY_SECONDS, overdue / 10))
+            lives = read("heartbeat.json") != first
+    if lives:
+        fix = "wait for it, end that one, or give this one its own mirror"
+        raise UsageError(f"mirror {place.name} holds a run that is under way ({where})", fix=fix)
 
 
 def fetch_files(place: Store, into: Path, names: tuple[str, ...] = SENT) -> None:

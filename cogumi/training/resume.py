@@ -17,7 +17,7 @@ from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import is_empty, read_json, refuse_occupied, unwritable_error
 from cogumi.disk.callback import log_or_print
-from cogumi.telemetry.mirrored_run import RUN, fetch_files, fetch_finished, fetch_unfinished
+from cogumi.telemetry.mirrored_run import RUN, fetch_files, fetch_finished, fetch_unfinished, refuse_living_run
 from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, NON_FINITE, SANITY_CHECKED, STOPPED
 from cogumi.telemetry.throughput import HEARTBEAT
 
@@ -82,27 +82,36 @@ def lock_run(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def refuse_mirror_of_itself(run_dir: Path, mirror: str) -> None:
+    """Raise UsageError for a mirror that is the run directory, or one of the two inside the other."""
+    here, there = run_dir.resolve(), Path(mirror).resolve()
+    if "://" not in mirror and (here == there or here in there.parents or there in here.parents):
+        reason, fix = f"{mirror} and the run directory {run_dir} are lost together", "name a place outside of it"
+        raise UsageError(reason, key="cogumi.mirror", fix=fix)
+
+
 def bring_back(run: RunConfig, mirror: Mirror) -> bool:
     """Fetch this run from its mirror where this machine has none. Returns whether it is finished, and nothing is to be done.
 
-    Raises UsageError if the mirror holds a run of another configuration, or none that can be continued; then nothing is
-    written here.
+    Raises UsageError if the mirror holds a run of another configuration, one that is under way, or none that can be
+    continued; then nothing is written here.
     """
     run_dir, unfinished = run.run_dir, run.run_dir.parent / f".{run.run_dir.name}-fetched"
     with mirror.place.reaching("cannot be listed"):
-        if not is_empty(run_dir) or not (checkpoints := mirror.place.tree()) | mirror.place.tree(re.compile(RUN)):
+        if not mirror.place.tree() | mirror.place.tree(re.compile(RUN)):
             return False
     try:
         with write_aside(unfinished):
             unfinished.mkdir(parents=True)
             with mirror.place.reaching("cannot be read"):
                 fetch_files(mirror.place, unfinished, ("config.yaml",))
-                if checkpoints:
-                    refuse_other_run(run, mirror, unfinished)
-                finished = fetch_finished(mirror, unfinished)
-                is_there = finished or fetch_unfinished(mirror, unfinished)
+                is_new = is_empty(run_dir)
+                refuse_other_run(run, mirror, unfinished, is_new)
+                refuse_living_run(mirror.place)
+                finished = is_new and fetch_finished(mirror, unfinished)
+                is_there = finished or (is_new and fetch_unfinished(mirror, unfinished))
             if is_there:
-                refuse_other_run(run, mirror, unfinished)
+                refuse_other_run(run, mirror, unfinished, is_new)
     except OSError as error:
         raise unwritable_error(run_dir, error) from None
     if not is_there:
@@ -118,15 +127,18 @@ def bring_back(run: RunConfig, mirror: Mirror) -> bool:
     return finished
 
 
-def refuse_other_run(run: RunConfig, mirror: Mirror, fetched: Path) -> None:
-    """Raise UsageError where the configuration that was fetched is not this one's, or the run must be a new one."""
+def refuse_other_run(run: RunConfig, mirror: Mirror, fetched: Path, is_new: bool) -> None:
+    """Raise UsageError where the configuration that was fetched is not this one's, or the run must be a new one.
+
+    is_new: this machine has no part of the run.
+    """
     if not (fetched / "config.yaml").exists():
         return
     other, fix = describe_differences(run, fetched), "give this one its own mirror"
     if other:
         fix += ", or set these back to continue that one"
         raise UsageError(f"mirror {mirror} holds a run of another configuration ({other})", fix=fix)
-    if run.cogumi.resume == "never":
+    if is_new and run.cogumi.resume == "never":
         raise UsageError(f"mirror {mirror} holds this run already, and cogumi.resume is never", fix=fix)
 
 

@@ -74,7 +74,7 @@ from cogumi.training import finish
 from cogumi.training.estimate import make_choices, run_preflight, wants_preflight
 from cogumi.training.loop import TrainingOutcome, fit, forget_requests, judge_fit, sample_options
 from cogumi.training.parallel import Followers, follow, gather_trained, processes_here, set_accelerate
-from cogumi.training.resume import bring_back, is_resuming, lock_run, refuse_spent
+from cogumi.training.resume import bring_back, is_resuming, lock_run, refuse_mirror_of_itself, refuse_spent
 from cogumi.training.watch import RunWatch
 
 log = logging.getLogger("cogumi")
@@ -122,8 +122,10 @@ def train(run: RunConfig) -> RunResult:
 
 def train_leader(run: RunConfig, watch: RunWatch, process: "Process", followers: Followers) -> RunResult:
     """Make one run. Bad input is refused before its directory exists."""
-    if run.cogumi.mirror is not None and bring_back(run, Mirror(run.cogumi.mirror)):
-        return read_finished(run)
+    if run.cogumi.mirror is not None:
+        refuse_mirror_of_itself(run.run_dir, run.cogumi.mirror)
+        if bring_back(run, Mirror(run.cogumi.mirror)):
+            return read_finished(run)
     check_settings(run)
     refuse_unreachable(run.train)
     resuming = is_resuming(run)
