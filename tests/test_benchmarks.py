@@ -228,15 +228,17 @@ def test_every_check_of_a_card_runs_on_a_cpu(names: set[str], tmp_path: Path) ->
 
 
 def test_figures_of_two_processes_count_the_one_that_waited_least() -> None:
-    # CPU, clock, callbacks' CPU, callbacks by the clock, exchange; the second process waits a second in each exchange.
-    first = [[0.0, 0, 0, 0, 0], [1.0, 2, 0.1, 0.25, 0.125], [2.0, 4, 0.2, 0.5, 0.25]]
-    second = [[0.0, 0, 0, 0, 0], [1.0, 2, 0.1, 1.25, 1.125], [2.0, 4, 0.2, 2.5, 2.25]]
+    # CPU, clock, callbacks' CPU, callbacks by the clock, exchange, CPU of all threads; the second process waits a second in
+    # each exchange.
+    first = [[0.0, 0, 0, 0, 0, 0], [1.0, 2, 0.1, 0.25, 0.125, 1.5], [2.0, 4, 0.2, 0.5, 0.25, 3.0]]
+    second = [[0.0, 0, 0, 0, 0, 0], [1.0, 2, 0.1, 1.25, 1.125, 1], [2.0, 4, 0.2, 2.5, 2.25, 2]]
     assert overhead.figures([first, second]) == {
         "step|ms": 2000,
         "callbacks|CPU ms/step": pytest.approx(100),
         "exchange between the processes|ms/step": 125,
         "share of a step|%": pytest.approx(10),
         "share of a step by the clock|%": pytest.approx(12.5),
+        "CPU of other threads, share of a step|%": pytest.approx(50),
     }
 
 

@@ -213,8 +213,8 @@ def plan_download(name: str, commit: str | None) -> Download | None:
     if missing is not None:
         message, fix = f"{name} has no {missing}, so transformers cannot load it", NO_MODEL
         if not is_online:
-            message = f"{hub_cache()} has {name} without {missing}, and {hf.constants.ENDPOINT} does not answer"
-            fix = "connect, or unset HF_HUB_OFFLINE"
+            silent, fix = describe_silence()
+            message = f"{hub_cache()} has {name} without {missing}, and {silent}"
         raise UsageError(message, key="model.name", fix=fix)
     # From the root, as a pattern without a slash is for the top directory alone.
     beside = [path for path in sizes if any(PurePosixPath("/", path).match(f"/{kind}") for kind in SIDE_FILE_PATTERNS)]
@@ -329,9 +329,17 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
         text, fix = reason, "data.subset names one of several" if isinstance(error, ValueError) else ""
     else:
         here = f"there is no such file or directory (looked from {Path.cwd()})"
-        text = f"no {noun} at {name!r}: {here}, {hub_cache()} does not have it, and {endpoint} does not answer"
-        fix = "give a directory, connect, or unset HF_HUB_OFFLINE"
+        silent, fix = describe_silence()
+        text = f"no {noun} at {name!r}: {here}, {hub_cache()} does not have it, and {silent}"
+        fix = f"give a directory, or {fix}"
     return UsageError(text, key=key, fix=fix)
+
+
+def describe_silence() -> tuple[str, str]:
+    """Return why the hub has said nothing, and the fix."""
+    if hf.constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set, so the hub was not asked", "unset HF_HUB_OFFLINE"
+    return f"{hf.constants.ENDPOINT} does not answer", "connect"
 
 
 def suggest_name(name: str, kind: str) -> str:
