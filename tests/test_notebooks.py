@@ -181,6 +181,9 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     if source.stem[:2] not in FEWER:
         # After 8 steps the small base repeats itself.
         monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "16" if source.stem.startswith("03") else "8")
+        monkeypatch.setenv(
+            "COGUMI_COGUMI__FROM_FAILED", "true"
+        )  # a check fails for it, and a next stage would refuse it
         monkeypatch.setenv("COGUMI_TRAIN__LOGGING_STEPS", "1")  # eight rows are what a sanity check judges by
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     said = text_of(execute(source, tmp_path, FEWER.get(source.stem[:2], {})))
@@ -201,5 +204,6 @@ def test_papermills_parameters_are_taken(tmp_path: Path) -> None:
 )
 def test_it_is_a_script_as_it_is(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "8")
+    monkeypatch.setenv("COGUMI_COGUMI__FROM_FAILED", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     subprocess.run([sys.executable, source], cwd=tmp_path, check=True, timeout=600)
