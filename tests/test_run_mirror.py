@@ -209,7 +209,8 @@ def test_a_run_that_is_finished_in_its_mirror_is_fetched_and_not_made_again(
     assert cogumi.attach(run_dir).status().passed
 
 
-def test_who_waits_for_a_run_may_destroy_its_machine(sft: Config, bucket: Bucket) -> None:
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_who_waits_for_a_run_may_destroy_its_machine(sft: Config, bucket: Bucket, restarts: int) -> None:
     """As in `cogumi wait RUN; stop the machine`: verdict, report and DONE go to the mirror after the run has its state."""
 
     def slow(method: str, path: str) -> None:
@@ -217,7 +218,7 @@ def test_who_waits_for_a_run_may_destroy_its_machine(sft: Config, bucket: Bucket
             time.sleep(0.3)
 
     bucket.proxy.faults = slow
-    status = cogumi.start(sft).wait()
+    status = cogumi.start(sft, cogumi__restarts=restarts).wait()
     assert status.passed
     assert {"verdict.json", "report.html", "DONE", "status.json"} <= bucket.files()["run"]
     mirrored = Store(bucket.url)

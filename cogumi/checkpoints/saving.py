@@ -387,10 +387,8 @@ def load_rollouts(trainer: Any, directory: Path) -> None:
     """Restore TRL's position, before `trainer.train` begins. Without it, TRL generates anew."""
     path = directory / state_name(trainer)
     if internals.makes_rollouts(trainer) and path.is_file():
-        values, count = (
-            torch.load(path, map_location=trainer.args.device, weights_only=True),
-            trainer.args.steps_per_generation,
-        )
+        values = torch.load(path, map_location=trainer.args.device, weights_only=True)
+        count = trainer.args.steps_per_generation
         parts, rollouts = count // values.get("micro_batches", count), values["rollouts"]
         if rollouts is not None and parts > 1:  # since then the micro-batches were made smaller
             rollouts = [part for batch in rollouts for part in internals.split_rollout(batch, parts)]

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,8 +137,10 @@ class Run:
                 bar.total = status.steps
                 bar.set_postfix_str(status.stage or status.state, refresh=False)
                 bar.update((status.step or 0) - bar.n)
-        if same_process(read_json_or_empty(self.run_dir / START), status.process):
-            wait_for_end(status, CLOSING_SECONDS)
+        started = read_json_or_empty(self.run_dir / START)
+        if is_running(started):  # with cogumi.restarts it is the parent of the one that trained
+            detached = replace(status, **{key: started[key] for key in ("pid", "host", "began")})
+            wait_for_end(detached, CLOSING_SECONDS)
         return status
 
     def _statuses(self, until: float) -> Iterator[Status]:
