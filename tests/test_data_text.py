@@ -56,6 +56,13 @@ def test_short_documents_are_the_tokens_and_labels_of_trls_own_trainer(tiny_mode
     assert all(mask for row in dataset for mask in row["completion_mask"])
 
 
+def test_an_empty_document_is_not_held_out(tiny_model: Path, tmp_path: Path) -> None:
+    for number in range(6):
+        texts = [f"Document {number}.", *SHORT, *["", "  \n"] * 5]
+        parts = prepared(config(tiny_model, write_lines(tmp_path / f"texts-{number}.jsonl", texts), eval_rows=2))
+        assert (parts.held_out.total, dict(parts.held_out.dropped)) == (2, {})
+
+
 def test_a_long_document_is_cut_and_every_token_is_predicted_once(tiny_model: Path, tmp_path: Path) -> None:
     text = "".join(f"value_{number} = {number}\n" for number in range(40))
     data = prepared(config(tiny_model, write_lines(tmp_path / "texts.jsonl", [text]))).train

@@ -32,7 +32,8 @@ UNUSED, TRAIN, HELD_OUT, LIKE_HELD_OUT, SAME_QUESTION, COPY = range(6)
 """States of a row. LIKE_HELD_OUT: equal to a held-out one; SAME_QUESTION: it shares the question of a held-out one; COPY:
 equal to an earlier one, with deduplication."""
 NOTHING = 2**64 - 1
-"""Hash of rows whose columns are all null. They are no copies of each other, and the last to be chosen."""
+"""Hash of rows that cannot be read, or whose columns are all null. They are no copies of each other, and the last to be
+chosen."""
 BLOCK = 2**20  # hashes sorted at a time
 ROWS_PER_HELD_OUT, MOST_HELD_OUT = 50, 64  # defaults
 QUESTION_COLUMNS = ("source", "prefix", "suffix")  # of code, which has no `Read`
@@ -111,7 +112,7 @@ def question_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def example_hashes(rows: pl.DataFrame, read: Read | None, seed: int) -> RowHashes:
-    """Hash the example and the question of each row; a row that cannot be read, and code, by their columns."""
+    """Hash the example and the question of each row; of code its columns."""
     if read is None:
         examples, columns = row_hashes(rows, seed), [name for name in rows.columns if name in QUESTION_COLUMNS]
         is_same = not columns or columns == rows.columns
@@ -128,7 +129,7 @@ def example_hashes(rows: pl.DataFrame, read: Read | None, seed: int) -> RowHashe
         hashes[1].append(hash_text(question, seed))
     examples, questions = (np.frombuffer(b"".join(part), "<u8").astype(np.uint64) for part in hashes)
     if bad:
-        examples[bad] = questions[bad] = row_hashes(rows[bad], seed)
+        examples[bad] = questions[bad] = NOTHING
     return RowHashes(examples, questions)
 
 
@@ -182,7 +183,8 @@ def choose_rows(
         for _, of_rows, is_new in iter_by_question(hashes):
             _, counts = np.unique(of_rows[is_new], return_counts=True)
             sharing += int(counts[counts > 1].sum())
-    quotas = divide_by_shares(held_out_rows(len(examples), selection.eval_rows), shares)
+    readable = int(np.count_nonzero(examples != NOTHING))
+    quotas = divide_by_shares(held_out_rows(readable, selection.eval_rows), shares)
     if not all(shares):
         most = len(examples) if selection.eval_rows is None else selection.eval_rows
         quotas = [0 if share else most for share in shares]
