@@ -39,7 +39,7 @@ test-vllm: .venv-vllm/lane
 
 # Not part of `make test`: reasoning-gym and verifiers, in an environment of their own.
 test-ecosystem: .venv-ecosystem/lane
-	.venv-ecosystem/bin/python -m pytest tests/test_task_packages.py
+	.venv-ecosystem/bin/python -m pytest tests/test_task_packages.py tests/test_trackers.py
 
 # Not part of `make test`: torch 2.7, whose Dynamo cannot trace a 4-bit layer, for graph_break's last strategy.
 test-torch27: .venv-torch27/lane

@@ -5,16 +5,18 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import prepared_process
+import psutil
 import pytest
 import yaml
 from builders import run_config
 
-from cogumi.core.run_directory import append_jsonl, write_json
+from cogumi.core.run_directory import append_jsonl, this_process, write_json
 
 DATA = {"eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}}
 # The command, whose number a test asks for.
@@ -81,6 +83,22 @@ def test_start_wait_and_attach_to_what_has_finished(home: Path) -> None:
     assert followed.returncode == 0
     assert "pass  steps: 7 (required: 7)" in followed.stdout
     assert cogumi("logs", "runs/tiny", "-n", "3", cwd=home).stdout.count("\n") == 3
+
+
+def test_a_run_that_was_killed_is_worth_another_try(
+    home: Path, in_process: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Of `cogumi train`, which has no supervisor that knows how it ended: nobody wrote its end."""
+    training = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record = this_process() | {"pid": training.pid, "began": psutil.Process(training.pid).create_time()}
+    training.kill()
+    training.wait()
+    (home / "runs/dead").mkdir(parents=True)
+    (home / "runs/dead/run.log").touch()
+    write_json(home / "runs/dead/status.json", {"state": "running", "stage": "train", "time": time.time(), **record})
+    for command in ("wait", "attach"):
+        done = in_process(command, "runs/dead", cwd=home)
+        assert (done.returncode, "runs/dead: died" in done.stdout) == (75, True), done
 
 
 def test_a_run_of_train_is_looked_at_left_and_stopped_from_another_terminal(home: Path) -> None:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ import pytest
 import yaml
 from builders import as_gspo
 from hub_server import HubServer
-from mirror_server import Bucket, s3_server
-from test_checkpoints_mirror import REPOSITORY, hub, make
+from mirror_server import Bucket
+from test_checkpoints_mirror import REPOSITORY, bucket, hub, make, server
 from test_flags import SFT
 from test_training_unfinished import logged, stop_after, the_same
 
@@ -40,7 +40,7 @@ from cogumi.telemetry.mirrored_run import RunMirror, fetch_files
 from cogumi.telemetry.status import read_json_or_empty
 from cogumi.training import run as run_module
 
-__all__ = ["hub", "stop_after"]  # fixtures
+__all__ = ["bucket", "hub", "server", "stop_after"]  # fixtures
 Config = dict[str, Any]
 # A machine: the command line in a process group of its own, in a hurry.
 MACHINE = """
@@ -54,21 +54,6 @@ from cogumi.cli.app import main
 sys.argv = ["cogumi", *sys.argv[1:]]
 main()
 """
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[int]:
-    with s3_server() as port:
-        yield port
-
-
-@pytest.fixture
-def bucket(server: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    made = Bucket(server, f"run-{abs(hash(request.node.name))}")
-    for name, value in made.environment.items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.proxy.stop()
 
 
 @pytest.fixture

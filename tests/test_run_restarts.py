@@ -108,11 +108,19 @@ def test_a_run_that_is_killed_twice_ends_as_one_that_was_not(
     ids=["same-step", "own-error", "signal"],
 )
 def test_what_another_try_would_meet_again_is_final(
-    config: Callable[..., Config], tmp_path: Path, happens: Any, error: type[BaseException], tries: int
+    config: Callable[..., Config],
+    tmp_path: Path,
+    happens: Any,
+    error: type[BaseException],
+    tries: int,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(error):
         cogumi.train(config(*happens), cogumi__restarts=3)
     assert parts(tmp_path) == tries
+    said = capfd.readouterr().err  # of the child: the details of its own error are in run.log alone
+    assert ("RewardError" in said) is (error is RewardError)
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow("several runs")

@@ -96,12 +96,12 @@ def test_its_url_is_in_status_and_report(sft: Config) -> None:
 def test_wandb_and_trackio_take_up_the_run_that_a_resumed_one_began(
     sft: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb = pytest.importorskip("wandb")  # noqa: F811
+    wandb = pytest.importorskip("wandb", reason="make test-ecosystem has it")  # noqa: F811
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    pytest.importorskip("trackio")
+    pytest.importorskip("trackio", reason="make test-ecosystem has it")
     sft["train"] |= {"report_to": ["wandb", "trackio", "tensorboard"]}
     cogumi.train(sft, cogumi__sanity=1)
     assert wandb.run is None

@@ -1,6 +1,7 @@
 """Memory that runs out at a step: half the micro-batch for the same step, from the last finished one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def as_dpo(sft: Config) -> Config:
 
 CONFIGS: dict[str, Callable[[Config], Config]] = {
     "sft": dict, "dpo": as_dpo, "gspo": gspo_by_batch, "gspo planned": lambda sft: as_gspo(sft, per_device_train_batch_size=8),
+    **{name: partial(gspo_by_batch, loss_type=name, steps_per_generation=4) for name in ("grpo", "dapo")},
 }  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def test_half_the_micro_batch_makes_the_same_steps(
 ) -> None:
     config = CONFIGS[name](sft)
     whole = cogumi.train(config, cogumi__run_dir=str(tmp_path / "whole"))
-    rows = 4 if name in ("gspo", "gspo planned", "dpo") else 2
+    rows = 2 if name == "sft" else 4
     sizes = card(rows, after)
     result = cogumi.train(config)
     assert [(check.name, check.passed) for check in result.verdict.checks] == [

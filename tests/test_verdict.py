@@ -2,7 +2,7 @@
 
 import random
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,6 +282,16 @@ def test_the_headline_withholds_its_word_while_a_flag_is_red(level: str, tmp_pat
     for each in said:
         assert ("passed" in each) is (level == "yellow"), each
         assert ("RED" in each) is (level == "red"), each
+
+
+def test_the_failed_check_stands_before_the_red_flags(tmp_path: Path) -> None:
+    red = Flag("loss trend", "red", "it rose", "the learning rate is too high", "train.learning_rate")
+    lost = Check("merged logits", "rms 4.4e-03", "<= 3.7e-03", False, "raise train.learning_rate")
+    write_json(tmp_path / "status.json", {"state": "finished, checks failed", "time": 1.0})
+    write_json(tmp_path / "verdict.json", Verdict((lost,), (red,)).as_dict())
+    write_json(tmp_path / "flags.json", {"flags": [asdict(red)], "was_red": []})
+    said = format_sentence(status_of(tmp_path))
+    assert 0 < said.index("FAIL merged logits") < said.index("RED")
 
 
 def test_the_headline_names_the_check_that_failed_and_its_fix(tmp_path: Path) -> None:

@@ -258,8 +258,8 @@ class CogumiSection(Section):
     """When nothing goes on for far longer than usual, in a step or a stage without steps, and the stacks were written to
     run.log: wait on, or end the run, which can be resumed."""
     restarts: int = Field(default=0, ge=0)
-    """How often the run starts again by itself, from its last good checkpoint, after SIGKILL (as when memory runs out) or an
-    error that another try may not meet. It then trains in a child process."""
+    """Number of times that the run starts again by itself, from its last good checkpoint, after SIGKILL (as for a lack of
+    memory) or an error that another try may not meet. It then trains in a child process."""
     sanity: int | None = Field(default=None, gt=0)
     """Train this many steps of the run, answer "safe to scale: yes, no or not shown", and stop with a checkpoint to resume."""
     on_red: Literal["warn", "pause", "stop"] = "warn"

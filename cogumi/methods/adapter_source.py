@@ -15,12 +15,14 @@ from pathlib import Path
 
 import huggingface_hub as hf
 import platformdirs
+from huggingface_hub.errors import HFValidationError
 
 from cogumi.checkpoints.manifest import CHECKPOINT_NAME, MANIFEST_NAME, CheckpointDamaged, read_manifest
-from cogumi.checkpoints.mirror import Store, describe, newest_first
+from cogumi.checkpoints.mirror import Store, newest_first
 from cogumi.config.schema import RunConfig
 from cogumi.core.durability import sha256_file
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import DECISIONS, describe_failure, read_section, write_section
 from cogumi.hub.downloads import hub_errors_refused
 
@@ -57,9 +59,8 @@ def find_adapter(run: RunConfig) -> None:
         run.model._fetched = fetch_adapter(source, on_hub, known, run.cogumi.from_failed)
     except UsageError as error:
         raise UsageError(error.message, place=error.place, key="model.adapter", fix=error.fix) from error
-    except Exception as error:
-        message = f"{source} cannot be read ({describe(error)})"
-        raise UsageError(message, key="model.adapter", fix="correct its address or its access") from error
+    except HFValidationError as error:
+        raise UsageError(one_line(error).rstrip("."), key="model.adapter", fix="correct its name") from error
 
 
 def record_adapter(run: RunConfig) -> None:
@@ -83,11 +84,17 @@ def fetch_adapter(
             commit = commit or str(hf.HfApi().resolve_revision(on_hub[1], revision=on_hub[2]).resolved)
         url = f"hf://{on_hub[1]}@{commit}{on_hub[3]}"
     store = Store(url)
+    with store.reaching("cannot be read"):
+        return {"source": source, "commit": commit, **copy_adapter(store, known, from_failed, cache)}
+
+
+def copy_adapter(store: Store, known: Mapping[str, str], from_failed: bool, cache: Path) -> dict[str, str]:
+    """Copy the adapter at a place, or the known one of it, into the cache. Returns its folder, digest and directory."""
     folders = list_folders(store)
     if not known and not from_failed:
         refuse_failed_run(store)
     if known and known["folder"] not in folders:
-        raise UsageError(f"{source} no longer has {known['folder']}, with which this run began", fix=ANOTHER_RUN)
+        raise UsageError(f"{store.name} no longer has {known['folder']}, with which this run began", fix=ANOTHER_RUN)
     cache.mkdir(parents=True, exist_ok=True)
     for folder in [known["folder"]] if known else folders:
         with tempfile.TemporaryDirectory(dir=cache, prefix=".unfinished-") as scratch:
@@ -96,13 +103,13 @@ def fetch_adapter(
             try:
                 digest = digest_of(Path(scratch))
             except CheckpointDamaged as damage:
-                log.warning("%s of %s is not started from: %s", folder, source, damage)
+                log.warning("%s of %s is not started from: %s", folder, store.name, damage)
                 continue
             if known and known["sha256"] != digest:
-                raise UsageError(f"{source} has another {folder} than when this run began", fix=ANOTHER_RUN)
+                raise UsageError(f"{store.name} has another {folder} than when this run began", fix=ANOTHER_RUN)
             shutil.copytree(scratch, directory := cache / digest, dirs_exist_ok=True)
-        return {"source": source, "commit": commit, "folder": folder, "sha256": digest, "directory": str(directory)}
-    raise UsageError(f"{source} has only damaged adapters", fix="name another one")
+        return {"folder": folder, "sha256": digest, "directory": str(directory)}
+    raise UsageError(f"{store.name} has only damaged adapters", fix="name another one")
 
 
 def list_folders(store: Store) -> dict[str, list[str]]:

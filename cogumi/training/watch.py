@@ -124,7 +124,8 @@ class RunWatch(Watchdog):
         grace = min(max(GRACE_SHARE * elapsed, MIN_GRACE), MAX_GRACE)
         self.spent_at = now if self.spent_at is None else self.spent_at
         if now - self.spent_at > grace / 2:
-            reason = f"{spent}, in the stage {self.meter.stage}; {RESUME_HINTS[BUDGET_SPENT]}"
+            then = RESUME_HINTS[BUDGET_SPENT] if self.has_directory else "nothing was written"
+            reason = f"{spent}, in the stage {self.meter.stage}; {then}"
             run_with_timeout(self.report, f"the budget is spent: {spent}", "; the run is asked to end")
             self.end(EndedByWatch(1, BUDGET_SPENT, reason), grace / 2)
 
