@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: reference size smoke lab test test-slow test-all golden test-unsloth test-vllm test-ecosystem test-torch27 real lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
+.PHONY: reference size smoke lab test test-slow test-all golden test-stable test-unsloth test-vllm test-ecosystem test-torch27 real lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -28,6 +28,14 @@ test-all: lint
 # Rewrite tests/golden/ from the tests of all tiers that use it; review the diff.
 golden: .venv/test
 	OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --golden
+
+STABLE_TESTS := $(addprefix tests/test_,$(addsuffix .py,patches_internals losses_without_gpu graph_break gspo gspo_references \
+	rl_guards rl_watch config_signatures training training_unfinished checkpoints_resume checkpoints_protect)) $(wildcard tests/test_merge*.py)
+
+# Not part of `make test`: patches, loss, merge and resume on the stable lane's TRL and transformers, in an environment of its own.
+test-stable: .venv-stable/lane
+	PYTHONPATH=tests/older_trl PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-stable/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal \
+		-m "not sweep" $(STABLE_TESTS)
 
 # Not part of `make test`: unsloth on a CPU, in an environment of its own.
 test-unsloth: .venv-unsloth/lane
@@ -110,6 +118,10 @@ check-urls: .venv/test
 	sh requirements/install.sh test
 	touch .venv/lane $@
 
+.venv-stable/lane: $(LANES)
+	sh requirements/install.sh stable
+	touch $@
+
 .venv-unsloth/lane: $(LANES)
 	sh requirements/install.sh unsloth
 	touch $@
@@ -134,4 +146,4 @@ check-urls: .venv/test
 	touch $@
 
 clean:
-	rm -rf .venv .venv-unsloth .venv-vllm .venv-ecosystem .venv-torch27 .real runs
+	rm -rf .venv .venv-stable .venv-unsloth .venv-vllm .venv-ecosystem .venv-torch27 .real runs

@@ -129,7 +129,6 @@ CHECKS = (
     Check("interruption", 80, "gpu_checks:interruption", "saved in < 2 s; the resumed adapter equal to the bit"),
     Check("smoke", 200, "gpu_checks:smoke", "ends within 180 s, all checks passed"),
     Check("probes", 90, "gpu_checks:probes", "every installed package works", before_transformers=True),
-    Check("heads", 60, "gpu_checks:heads", "TRL's head about 1.3 times dense logits' time (measured on an H200)"),
     Check("forecasts", 200, "gpu_checks:forecasts", "within 5 % of the peak"),
     Check("gspo-step", 75, "gpu_checks:gspo_step", "at most 1.02 of stock TRL's step"),
 )  # fmt: skip

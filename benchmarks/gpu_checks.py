@@ -27,7 +27,6 @@ REWARD = (
 )
 ROLLOUT_STEPS = 2  # optimizer steps of one rollout
 THETA, HEAD_DIM = 500_000.0, 128  # RoPE of Llama 3.1
-HEADS = [(8192, 1024, 151936), (4096, 4096, 128256), (8192, 4096, 128256)]  # Qwen3-0.6B, Llama-3.1-8B
 TRAIN = "import sys, json, cogumi; cogumi.train(json.loads(sys.argv[1]))"
 LOGGED = {"logging_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant", "report_to": "none"}
 RECOMPUTED, KEPT = {"gradient_checkpointing": True}, {"gradient_checkpointing": False}
@@ -428,39 +427,6 @@ def smoke(setting: Setting) -> Iterator[Row]:
     figure = partial(row, "smoke", "the whole run")
     yield figure("exit status", ran.returncode, target="<= 0" if setting.on_card else "", note=failed[:300])
     yield figure("wall time", ran.seconds, "s", target="<= 180" if setting.on_card else "")
-
-
-def heads(setting: Setting) -> Iterator[Row]:
-    """Compare heads in bfloat16 for (tokens, hidden size, vocabulary): time, peak memory, error against float32."""
-    for shape in HEADS if setting.on_card else [(128, 32, 1000)]:
-        yield from head_rows(setting, shape)
-
-
-def head_rows(setting: Setting, shape: tuple[int, int, int]) -> Iterator[Row]:
-    from benchmarks.fused_head import dense, fused, inputs, step
-
-    tensors = tuple(each.to(setting.device) for each in inputs(shape, torch.bfloat16))
-    ways: dict[str, Callable[..., Any]] = {"cogumi": fused, "dense": dense}
-    if find_spec("triton") and setting.on_card:
-        from trl.kernels import ChunkedLogProbFunction
-
-        ways["trl"] = partial(fused, kernel=ChunkedLogProbFunction)
-    calls = {name: partial(setting.milliseconds, partial(step, way, *tensors)) for name, way in ways.items()}
-    times = interleave(calls, 5 if setting.on_card else 2)
-    exact = step(dense, tensors[0][:64].float(), tensors[1].float(), tensors[2][:64])
-    name = " x ".join(map(str, shape))
-    for way, head in ways.items():
-        case = f"{name}: {way}"
-        yield values_row("gpu_head", case, "forward and backward", times[way], "ms")
-        setting.reset_peak()
-        outputs = step(head, *tensors)
-        if setting.on_card:
-            yield row("gpu_head", case, "peak memory, inputs included", setting.peak_bytes() / 2**30, "GiB")
-        for output, ours, theirs in zip(("log-prob", "gradient"), outputs, exact, strict=True):
-            error = ((ours[:64].float() - theirs).norm() / theirs.norm()).item()
-            yield row("gpu_head", case, f"{output} against float32 of 64 tokens", error, "relative")
-    for peer in ways.keys() - {"cogumi"}:
-        yield ratio_row("gpu_head", name, f"time, cogumi / {peer}", times, "cogumi", peer)
 
 
 def forecasts(setting: Setting) -> Iterator[Row]:

@@ -21,14 +21,14 @@ import torch
 import trl
 from datasets import Dataset
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 import cogumi
-from benchmarks.fused_head import Allocations
 from benchmarks.harness import OwnTime, Row, interleave, ratio_row, row, values_row
 from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build, word_tokenizer
-from cogumi.patches import fused_head
+from cogumi.patches.torch_internals import TorchDispatchMode, storage_key
 from cogumi.rl import loss_check
 from cogumi.rl.watch import watch
 
@@ -38,6 +38,38 @@ BY_NAME = {"loss_type": "gspo"}
 BY_HAND = {
     "loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4,
 }  # fmt: skip
+
+
+class Allocations(TorchDispatchMode):
+    """What torch allocates while this is active, storages that existed before left out.
+
+    `peak` and `live` in bytes, `largest` in elements of one tensor, `flops` of matrix products (2 per multiply-add).
+    Workspace that an operator takes and gives back inside is not seen.
+    """
+
+    def __init__(self, *before: Tensor | None) -> None:
+        super().__init__()
+        self.before = {storage_key(each) for each in before if each is not None}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = self.largest = self.flops = 0
+
+    @property
+    def live(self) -> int:
+        return sum(size for _, size in self.storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm"):
+            left, right = [argument for argument in args if isinstance(argument, Tensor)][-2:]
+            self.flops += 2 * left.numel() * right.shape[-1]
+        self.storages = {key: kept for key, kept in self.storages.items() if not kept[0].expired()}
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and storage_key(each) not in self.before:
+                storage = each.untyped_storage()
+                self.storages[storage_key(each)] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, each.numel(), storage.nbytes() // each.element_size())
+        self.peak = max(self.peak, self.live)
+        return result
 
 
 class Batch(NamedTuple):
@@ -95,7 +127,6 @@ def make_trainer(
 
 def both_trainers(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
     """{"cogumi", "stock"}, untrained, with one rollout between them."""
-    fused_head.apply()  # does nothing where TRL's kernel runs
     rollout: list[dict[str, Any]] = []
     make = partial(make_trainer, rollout=rollout, shape=shape, batch=batch, device=device, dtype=dtype)
     # The sampler is a third trainer, so that neither of the two has a step behind it.
@@ -191,8 +222,7 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
     """Peak memory of the first steps, times, shares, peak memory of later steps, and whether both learned the same."""
     with tempfile.TemporaryDirectory() as folder:
         trainers = both_trainers(shape, batch, device, dtype, Path(folder))
-        head = "cogumi's head on both sides" if fused_head.status().applied else "TRL's head on both sides"
-        case = f"{shape.name}, {batch.sequences} x {batch.prompt}+{batch.completion} tokens, {head}"
+        case = f"{shape.name}, {batch.sequences} x {batch.prompt}+{batch.completion} tokens"
         first = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}  # also the warm-up
         times = interleave({name: Clock(trainer).seconds for name, trainer in trainers.items()}, repeats, warmup=0)
         for name, seconds in times.items():

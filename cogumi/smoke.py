@@ -230,14 +230,12 @@ def check_fits(report: Report, models: dict[str, str]) -> None:
 def check_stack(report: Report, _: dict[str, str]) -> None:
     import trl
 
-    from cogumi.patches import fused_head
     from cogumi.rl.patching import patch
 
-    head = next(status for status in patch().patches if status.name == "fused_head")
+    patch()
     config = trl.GRPOConfig(output_dir="unused", loss_type="gspo", bf16=False)
     loss = f"{config.loss_type}, {config.importance_sampling_level}, {config.epsilon:g}/{config.epsilon_high:g}"
     report.add("stack", "GRPOConfig(loss_type='gspo')", loss, loss == "grpo, sequence, 0.0003/0.0004")
-    report.add("stack", "TRL's losses run here", head.reason, head.applied or fused_head.triton_device() is not None)
 
 
 def overrides_of(report: Report, method: str, model: str) -> dict[str, Any]:

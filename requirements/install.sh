@@ -2,11 +2,14 @@
 # Create .venv and install the lane that fits this machine's NVIDIA driver, or a CPU lane if there is no NVIDIA GPU.
 # A GPU whose driver fails is an error; LANE=cpu installs a CPU lane all the same.
 # `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
-# `sh requirements/install.sh unsloth` makes .venv-unsloth instead: the CPU lane, the tests' tools, and unsloth; `vllm` and `ecosystem` likewise.
+# `sh requirements/install.sh vllm` makes .venv-vllm instead: the CPU lane, the tests' tools, and vLLM; `ecosystem` likewise. `stable` and
+# `unsloth` take the stable lane's packages without a GPU.
 set -eu
 cd "$(dirname "$0")/.."
 venv=.venv
-case ${1:-} in unsloth | vllm | ecosystem) venv=.venv-$1 ;; esac
+case ${1:-} in stable | unsloth | vllm | ecosystem) venv=.venv-$1 ;; esac
+cpu=requirements/cpu.txt
+case ${1:-} in stable | unsloth) cpu=requirements/stable-cpu.txt ;; esac
 
 # The kernel's signs of an NVIDIA GPU, which need none of the driver's tools (cogumi.stack.host.find_gpu_sign looks for the same).
 find_gpu_sign() {
@@ -97,7 +100,10 @@ cpu)
     # PyTorch's own index is asked for torch alone, so that a network without it costs one failed look-up, not 140.
     if [ "$(uname)" = Darwin ] || install --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu \
         -r requirements/cpu-torch.txt 2>$venv/cpu-torch.log; then
-        install -r requirements/cpu.txt
+        install -r $cpu
+    elif [ $cpu = requirements/stable-cpu.txt ]; then
+        echo "no CPU build of torch can be had here ($venv/cpu-torch.log says why), which this environment needs" >&2
+        exit 2
     else
         echo "no CPU build of torch can be had here ($venv/cpu-torch.log says why):"
         echo "taking the index's build with its CUDA libraries (about 3 GiB)"
@@ -124,11 +130,11 @@ fi
 if [ $venv != .venv ]; then
     # Without dependencies, and so without `pip check`: requirements/*-cpu-overrides.in say which are left out.
     install -r requirements/test.txt
-    if [ "$1" = ecosystem ]; then
-        $venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/ecosystem.in
-    else
-        install --no-deps -r requirements/$1-cpu.txt
-    fi
+    case $1 in
+    stable) ;;
+    ecosystem) $venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/ecosystem.in ;;
+    *) install --no-deps -r requirements/$1-cpu.txt ;;
+    esac
 elif [ -z "$missing" ]; then
     $venv/bin/python -m pip check
 elif $venv/bin/python -m pip check | grep -v "$missing" | grep -v '^No broken'; then

@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12")
@@ -80,4 +81,30 @@ def shared_pins(text: str, platforms: list[str]) -> dict[str, Any]:
 def state(entry: dict[str, Any], text: str | None) -> str:
     if text is None:
         return "unresolved"
-    return "tested" if "tested" in entry else "resolver-proven"
+    return "tested" if "tested" in entry else "ran on a card" if "ran" in entry else "resolved"
+
+
+def lane_table(described: dict[str, Any]) -> str:
+    """The generated part of docs/stack.md: lanes with their main versions and states, and advisories."""
+    packages = ("torch", "transformers", "trl", "unsloth", "vllm")
+    titles = ["lane", "for", "CUDA, driver", *packages, "tests run on it", "ran on a card"]
+    rows = [titles, ["---"] * len(titles)]
+    for name, entry in table()[0].items():
+        pins = described[name]["pins"]
+        for each in reversed(described[name]["pins_apart"].values()):
+            pins = each | pins
+        card = f"{entry['cuda']}, >= {entry['driver']}" if "driver" in entry else "-"
+        tests = entry.get("tested", entry.get("partly_tested", "no"))
+        versions = [pins.get(package, "-").partition("+")[0] for package in packages]
+        rows.append([f"[{name}](../{entry['file']})", entry["purpose"], card, *versions, tests, entry.get("ran", "no")])
+    advisories = []
+    for advisory in tomllib.loads((Path(__file__).parent / "lanes.toml").read_text())["advisory"]:
+        package, fixed = advisory["package"], Version(advisory["fixed"])
+        affected = [
+            name
+            for name, lane in described.items()
+            if any(Version(pins[package]) < fixed for pins in (lane["pins"], *lane["pins_apart"].values()) if package in pins)
+        ]
+        text = f"**{advisory['id']}** ({package} before {fixed}; lanes {', '.join(affected)}): {advisory['meaning']}"
+        advisories += [text] if affected else []
+    return "\n".join(["| " + " | ".join(row) + " |" for row in rows] + ["", *advisories])

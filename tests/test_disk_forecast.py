@@ -26,7 +26,6 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 from cogumi.checkpoints.verify import bytes_of
 from cogumi.core.errors import UsageError
 from cogumi.forecast.disk_forecast import CheckpointBytes, checkpoint_bytes, merged_bytes
-from cogumi.patches import fused_head
 
 LORA = {"r": 64, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 TEXT = ["def add(a, b): return a + b", "class Stack: pass", "for x in range(9): print(x)", "import os, sys"]
@@ -47,12 +46,10 @@ def base(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Callable
 
 @pytest.fixture(scope="module", autouse=True)
 def trainers_that_run_here() -> Iterator[None]:
-    """TRL's losses without Triton; and no second a train() for walking through every module that was ever imported."""
-    fused_head.apply()
+    """No second a train() for walking through every module that was ever imported."""
     gc.freeze()
     yield
     gc.unfreeze()
-    fused_head.undo()
 
 
 def build(kind: str, model: Any, out: Path, lora: dict[str, Any] | None = None, **args: Any) -> Trainer:

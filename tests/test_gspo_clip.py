@@ -45,13 +45,13 @@ def in_bfloat16(trainer: Any) -> Any:
 
 
 def by_hand(model: Any, rollout: dict[str, Tensor], padding: int) -> Tensor:
-    """(B, T) log-probabilities from the decoder's hidden states, the head in float64."""
+    """(B, T) log-probabilities from the decoder's hidden states; logits have the model's dtype, as TRL's head makes them."""
     ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], 1)
     mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], 1)
     base = model.get_base_model()
     with torch.no_grad():
         hidden = base.model(input_ids=pad(ids, (padding, 0)), attention_mask=pad(mask, (padding, 0))).last_hidden_state
-        logps = (hidden.double() @ base.lm_head.weight.double().T).log_softmax(-1)[:, padding:-1]
+        logps = (hidden @ base.lm_head.weight.T).double().log_softmax(-1)[:, padding:-1]
     return logps.gather(-1, ids[:, 1:, None])[..., 0][:, -rollout["completion_ids"].size(1) :]
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from gspo_batches import PROMPTS, batch, completion_logps, grpo_trainer, loss_of
 from transformers import TrainerCallback
+from trl.kernels import ChunkedLogProbFunction
 
 from cogumi.config.presets import preset
-from cogumi.patches.fused_head import FusedLogProbFunction
 
 EXACT = {"atol": 1e-14, "rtol": 1e-12}
 LENGTHS = [7, 3, 5, 1, 6, 2]
@@ -178,7 +178,7 @@ def test_the_loss_does_not_depend_on_padding_or_on_the_rows_order(trainer: Calla
 def test_ligers_loss_agrees(
     trainer: Callable[..., Any], liger: Any, loss_type: str, temperature: float
 ) -> None:  # reference 13
-    """The same hidden states and head through Liger's pure PyTorch loss, and through cogumi's head and TRL's loss."""
+    """The same hidden states and head through Liger's pure PyTorch loss, and through TRL's head and loss."""
     generator = torch.Generator().manual_seed(3)
     lengths, hidden_size, vocabulary = torch.tensor([9, 4, 1, 6]), 32, 97
     mask = (torch.arange(9) < lengths[:, None]).long()
@@ -192,7 +192,7 @@ def test_ligers_loss_agrees(
 
     ours = hidden.clone().requires_grad_()
     flat = ours.view(-1, hidden_size), head, None, ids.view(-1), temperature, 32768
-    new = FusedLogProbFunction.apply(*flat)[0].view(mask.shape)
+    new = ChunkedLogProbFunction.apply(*flat)[0].view(mask.shape)
     old = new.detach() - shift
     extra = {"advantages": advantages, "num_items_in_batch": mask.sum()}
     value = loss_of(theirs, new, old, mask, **extra)
@@ -299,11 +299,13 @@ def test_the_second_step_on_one_rollout_is_off_policy(
     assert ((ratio > 1 - low) & (ratio < 1 + high)).any()
     stored = trainer._buffered_inputs[3]["old_per_token_logps"]
     mask = trainer._buffered_inputs[3]["completion_mask"].bool()
-    torch.testing.assert_close(stored[mask], rollouts[0][mask], atol=1e-12, rtol=0)  # the policy that sampled
-    assert sum(losses[2:]) == pytest.approx(loss, abs=1e-12)
+    # TRL's head computes in float32, whatever the model's dtype.
+    sampled = rollouts[0][mask].to(stored.dtype)
+    torch.testing.assert_close(stored[mask], sampled, atol=1e-6, rtol=0)  # the policy that sampled
+    assert sum(losses[2:]) == pytest.approx(loss, abs=1e-6)
     actual = gradients.steps[1]
     for key in expected:
-        torch.testing.assert_close(actual[key], expected[key], atol=1e-12, rtol=1e-9)
+        torch.testing.assert_close(actual[key], expected[key], atol=1e-7, rtol=1e-4)
 
 
 # ----------------------------------------------------------------------------------------------------- TRL's KL correction

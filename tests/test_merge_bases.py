@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
 from cogumi.merge.adapter_files import write_base_record
-from cogumi.models.quantization import reads_4bit_rows
+from cogumi.models.quantization import cast_unquantized, reads_4bit_rows
 
 NF4_SINGLE = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
@@ -392,6 +392,7 @@ def test_dequant_merges_into_what_the_weights_decode_to(
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=torch.float32)
     assert not getattr(merged, "is_quantized", False)
     live = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32)
+    cast_unquantized(live, torch.float32)
     decoded = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32).dequantize().float()
     with torch.inference_mode():
         exact = PeftModel.from_pretrained(decoded, adapter).eval()(INPUT_IDS).logits

@@ -252,7 +252,8 @@ def test_a_loaded_model_says_what_it_is(tiny_model: Path) -> None:
     assert kinds == {"flash", "flex", "sdpa"}
     assert isinstance(kernels, tuple)
     assert trl_internals.commit_of(model.config) is None
-    assert "_commit_hash" in vars(model.config)
+    trl_internals.record_commit(model.config, "someone/never-downloaded", None)
+    assert trl_internals.commit_of(model.config) is None
 
 
 def test_what_a_class_allows_to_be_missing_is_no_missing_tensor(tiny_model: Path) -> None:

@@ -43,6 +43,7 @@ def test_a_hub_model_has_the_commit_that_was_loaded(
     (repository / "refs").mkdir()
     (repository / "refs" / "v2").write_text(COMMIT)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     model = trained("someone/tiny", revision="v2", cache_dir=str(tmp_path / "cache"))
     expected = BaseRecord("someone/tiny", COMMIT, "v2", None, "bfloat16", transformers=transformers.__version__)
     assert write_base_record(tmp_path, model, "v2") == expected

@@ -1045,7 +1045,7 @@ def test_the_offending_cell_is_named(tmp_path: Path) -> None:
 def test_in_order_nothing_is_refused_and_then_the_offending_import_is_named(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import cogumi, torch\nfrom cogumi.patches import unsloth_rl, gspo_loss, fused_head\nimport cogumi.config.schema\n"
+        "import cogumi, torch\nfrom cogumi.patches import unsloth_rl, gspo_loss\nimport cogumi.config.schema\n"
         "unsloth_rl.validate_import_order(); print('fine')\n"
         "import trl\n" + TRY.format("unsloth_rl.validate_import_order()")
     )

@@ -31,7 +31,7 @@ from cogumi.patches.torch_internals import (
     plain_call,
     set_call,
 )
-from cogumi.patches.trl_internals import attention_of
+from cogumi.patches.trl_internals import attention_of, cache_argument
 
 log = logging.getLogger("cogumi")
 REPORTED_AFTER = 3  # steps
@@ -153,7 +153,7 @@ def compile_for_training(part: nn.Module, backend: str, with_gradient_only: bool
     compiled = torch.compile(plain, backend=backend)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        generating = kwargs.get("past_key_values") is not None or (with_gradient_only and not torch.is_grad_enabled())
+        generating = cache_argument(kwargs) is not None or (with_gradient_only and not torch.is_grad_enabled())
         return (plain if generating else compiled)(*args, **kwargs)
 
     return call

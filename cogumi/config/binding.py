@@ -69,6 +69,11 @@ ALIASES = {
     "lora.rank": "r", "train.lr": "learning_rate", "train.epochs": "num_train_epochs", "train.max_seq_length": "max_length",
     "train.batch_size": "per_device_train_batch_size",
 }  # fmt: skip
+# New names of keys of `train:`, and the old ones: transformers 5.17 knows the old alone, 5.24 warns of them.
+RENAMED_TRAIN_KEYS = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
 # Keys of LoraConfig that a run cannot choose, and the reason.
 FIXED_LORA_KEYS = {
     "peft_type": "cogumi trains LoRA and no other kind of adapter",

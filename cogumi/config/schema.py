@@ -18,6 +18,7 @@ from cogumi.config.binding import (
     FIXED_LORA_KEYS,
     KEYS_OF_OTHER_BITS,
     PREPARED_INITS,
+    RENAMED_TRAIN_KEYS,
     bind_mapping,
     bind_values,
     defaults_in_source,
@@ -384,6 +385,12 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
         bind_mapping(values[required], required, origins)
     for optional in ("lora", "train"):
         values[optional] = bind_mapping(values.get(optional), optional, origins)
+    for new, old in RENAMED_TRAIN_KEYS.items():
+        if new in values["train"]:
+            if values["train"].get(old) is not None:
+                raise origins.error(f"train.{new} and train.{old} are one setting", f"train.{new}", "drop one of the two")
+            values["train"][old] = values["train"].pop(new)
+            origins[f"train.{old}"] = origins.get(f"train.{new}", origins.label)
 
     data, mix = values["data"], values["data"].get("mix")
     if data.get("source") is None and not mix and not values["cogumi"].get("environment"):

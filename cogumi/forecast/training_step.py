@@ -11,7 +11,8 @@ allocator does (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize). In place of a
   float32 per head and token. Backward makes three gradients, a float32 accumulator as large as the query, and one more
   float32 per head and token. Where query heads share keys and values, backward repeats them for each query head
   (csrc/flash_attn/flash_api.cpp, mha_bwd, in PyTorch's third_party).
-* TRL's losses: its own chunked head (trl/kernels/chunked_logprob.py), with its launches of Triton kernels left out.
+* TRL's losses: its own chunked head (trl/kernels/chunked_logprob.py), with its launches of Triton kernels left out. On a
+  CPU it is the same head with its arithmetic in torch, which scores masked tokens as well.
 """
 
 import copy
@@ -42,9 +43,9 @@ from cogumi.methods.building import trl_arguments
 from cogumi.models.adapters import drop_casts, keep_float32, lora_config
 from cogumi.models.base import meta_model
 from cogumi.models.quantization import WeightCount, count_weights, place_quantized_weights
-from cogumi.patches import fused_head, replaced
+from cogumi.patches import replaced
 from cogumi.patches.torch_internals import FakeTensorMode, TorchDispatchMode, storage_key, tree_iter
-from cogumi.patches.trl_internals import KERNEL_PRODUCT, MOVE_MODEL
+from cogumi.patches.trl_internals import HEAD, HEAD_USES_TRITON, KERNEL_PRODUCT, MOVE_MODEL, cache_name
 
 BLOCK = 512
 ACTIVATIONS, LOGITS, WEIGHTS, ADAPTER = "activations", "logits", "weights", "adapter"
@@ -267,12 +268,15 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **_: Any)
 
 
 @contextmanager
-def emulate_cuda() -> Iterator[None]:
-    """Run attention and TRL's losses as a card does in the block, which has to contain the backward pass too."""
+def emulate_device(on_card: bool) -> Iterator[None]:
+    """Run attention and TRL's losses as a card or a CPU does in the block, which has to contain the backward pass too."""
     upstream: Any = importlib.import_module("trl.trainer.utils")
+    head = {HEAD: first_tile_head(on_card)}
+    if hasattr(upstream, HEAD_USES_TRITON):
+        head[HEAD_USES_TRITON] = lambda device: on_card
     # Not a TorchFunctionMode: what gradient checkpointing computes again is computed without it.
-    ours = replaced(upstream, {fused_head.KERNEL: trl_head_without_kernels()})
-    with ours, replaced(functional, {"scaled_dot_product_attention": attention}):
+    fused = {"scaled_dot_product_attention": attention} if on_card else {}
+    with replaced(upstream, head), replaced(functional, fused):
         yield
 
 
@@ -282,8 +286,12 @@ def emulate_padding(padded: bool) -> AbstractContextManager[None]:
     return replaced(masking, {"is_tracing": lambda tensor=None: False, "fast_all": lambda mask: not padded})
 
 
-def trl_head_without_kernels() -> Any:
-    """Return TRL's ChunkedLogProbFunction from a copy of its module whose kernels do nothing and whose sums are a card's."""
+def first_tile_head(on_card: bool) -> Any:
+    """Return TRL's ChunkedLogProbFunction from a copy of its module that computes one tile of logits.
+
+    One tile after another is computed in the same memory: the first is as good as all. A card's kernels do nothing.
+    """
+    import transformers.utils
     import trl
 
     path = Path(trl.__file__).parent / "kernels" / "chunked_logprob.py"
@@ -300,13 +308,15 @@ def trl_head_without_kernels() -> Any:
     before = {name: sys.modules.pop(name) for name in stubs if name in sys.modules}
     sys.modules.update(stubs)
     try:
-        spec.loader.exec_module(module)
+        with replaced(transformers.utils, {"is_triton_available": lambda: True}):
+            spec.loader.exec_module(module)
     finally:
         for name in stubs:
             del sys.modules[name]
         sys.modules.update(before)
-    setattr(module, KERNEL_PRODUCT, lambda total, left, right: None)
-    # One tile of logits after another is computed in the same memory: the first is as good as all.
+    if on_card or not hasattr(module, HEAD_USES_TRITON):  # TRL before 1.16 knows nothing but cards
+        setattr(module, KERNEL_PRODUCT, lambda total, left, right: None)
+    setattr(module, HEAD_USES_TRITON, lambda device: on_card)
     module.range = lambda *bounds: range(*bounds)[:1]
     return module.ChunkedLogProbFunction
 
@@ -430,9 +440,7 @@ def run_step(trainer: Any, work: StepShape, autocast: torch.dtype | None, on_car
     live = StorageCounter((config.vocab_size, TILE), selected=work.learned)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))  # of paged optimizers, which this CPU has not
-        # cogumi's head makes one chunk of logits after another in the same memory: the first stands for all.
-        one_chunk = {"chunks_of": lambda *sizes, chunks_of=fused_head.chunks_of: chunks_of(*sizes)[:1]}
-        stack.enter_context(emulate_cuda() if on_card else replaced(fused_head, one_chunk))
+        stack.enter_context(emulate_device(on_card))
         stack.enter_context(emulate_padding(work.padded))
         stack.enter_context(preserve_bitsandbytes_codes())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -514,7 +522,8 @@ def sample_rollout(model: Any, work: StepShape, live: StorageCounter) -> StagePe
     model.eval()
     with torch.no_grad():
         inputs = {"attention_mask": ones_of_shape(work.rollout, work.prompt), "use_cache": True, "logits_to_keep": 1}
-        cache = model(ones_of_shape(work.rollout, work.prompt), **inputs).past_key_values
+        name = cache_name(model)
+        cache = model(ones_of_shape(work.rollout, work.prompt), **inputs)[name]
         with live.counting_as(CACHE):
             longer = DynamicCache(config=model.config)
             for number, layer in enumerate(cache.layers):
@@ -524,6 +533,6 @@ def sample_rollout(model: Any, work: StepShape, live: StorageCounter) -> StagePe
         del cache
         inputs["attention_mask"] = ones_of_shape(work.rollout, work.length)
         with KernelCounter(unpads=not work.padded) as counter:
-            logits = model(ones_of_shape(work.rollout, 1), **inputs, past_key_values=longer).logits[:, -1].float()
+            logits = model(ones_of_shape(work.rollout, 1), **inputs, **{name: longer}).logits[:, -1].float()
             torch.softmax(logits, dim=-1)
     return StagePeak(ROLLOUT, 0, {"kernels": counter.kernels, "bytes": counter.bytes})

@@ -23,7 +23,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import write_json
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, read_shard
 from cogumi.models.quantized_bases import Quantization, is_hub_id, quantization_of
-from cogumi.patches.trl_internals import commit_of
+from cogumi.patches.trl_internals import commit_of, record_commit
 
 log = logging.getLogger(__name__)
 
@@ -306,6 +306,8 @@ def write_base_record(adapter: Path, model: Any, revision: str | None = None) ->
     if not config.name_or_path:
         raise ValueError("the model does not know its base: it was not loaded with from_pretrained")
     dtype = str(config.dtype or model.dtype).removeprefix("torch.")
+    if revision is not None:  # without one, transformers 5.24 leaves open which of the cache's snapshots was loaded
+        record_commit(config, config.name_or_path, revision)
     name, commit = config.name_or_path, commit_of(config)
     weights = weights_sample(name) if commit is None else None
     record = BaseRecord(name, commit, revision, quantization_of(config), dtype, weights, version("transformers"))

@@ -10,7 +10,7 @@ from peft import get_peft_model
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_kernels_available
 
-from cogumi.config.binding import config_class
+from cogumi.config.binding import RENAMED_TRAIN_KEYS, config_class
 from cogumi.config.presets import PRESETS
 from cogumi.config.schema import TRL_CONFIGS, RunConfig
 from cogumi.core.errors import UsageError
@@ -63,6 +63,9 @@ def trl_arguments(run: RunConfig) -> Any:
         elif run.cogumi.method == "gspo":  # whose presets fill in their own
             theirs = {key: value for key, value in theirs.items() if key not in PRESETS.get(options["loss_type"], ())}
         options = theirs | options
+    for new, old in RENAMED_TRAIN_KEYS.items():
+        if new in config.__dataclass_fields__:
+            options[new] = options.pop(old, config.__dataclass_fields__[old].default)
     options |= {key: RedactedStr(value) for key, value in options.items() if value and key.endswith(SECRETS)}
     try:
         return config(**options)

@@ -17,6 +17,7 @@ from cogumi.core.checkpoint_faults import Fault, incomplete
 from cogumi.core.errors import UsageError
 from cogumi.models.base import RunBase, auto_class
 from cogumi.models.quantization import (
+    cast_unquantized,
     keep_4bit_unpacked,
     quantization_settings,
     quantizing_experts,
@@ -25,6 +26,7 @@ from cogumi.models.quantization import (
     refuse_wrong_layers,
 )
 from cogumi.models.small_base import KINDS, PREFIX, random_base_path, small_base_path
+from cogumi.patches.trl_internals import record_commit
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +51,14 @@ def read_base(name: str, revision: str | None = None) -> RunBase:
         fix = "an adapter goes into its base by `cogumi merge`"
         raise UsageError(f"{name} holds no config.json, so it is no model", key="model.name", fix=fix)
     try:
-        return RunBase(name, revision, AutoConfig.from_pretrained(name, revision=revision))
+        config = AutoConfig.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
         message, fix = f"no model at {name!r}", f"give a directory that is there, a hub id or {SMALL_BASE}"
         if Path(name).is_dir():
             message, fix = f"transformers {version('transformers')} cannot read {name}/config.json", ""
         raise UsageError(f"{message}: {first_line(error)}", key="model.name", fix=fix) from None
+    record_commit(config, name, revision)
+    return RunBase(name, revision, config)
 
 
 def load_tokenizer(model: RunBase | str) -> PreTrainedTokenizerBase:
@@ -127,6 +131,7 @@ def load_model(
     if type(model.config) is not type(config):
         message = "%s is loaded as %s, the language model alone; a merge keeps the rest of the checkpoint as it is"
         log.info(message, name, type(model).__name__)
+    cast_unquantized(model, resolve_dtype(dtype))
     if quantization is not None:
         refuse_wrong_layers(model)
     if getattr(model, "is_loaded_in_4bit", False):

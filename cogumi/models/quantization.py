@@ -22,7 +22,7 @@ from cogumi.core.formatting import format_memory, one_line, pip_command
 from cogumi.models.quantized_bases import full_precision_names, quantization_of
 from cogumi.patches import expert_quantizer, parametrized_lora
 from cogumi.patches.torch_internals import storage_key
-from cogumi.patches.trl_internals import place_quantized_layers
+from cogumi.patches.trl_internals import float32_modules, place_quantized_layers
 
 # What QLoRA is (https://arxiv.org/abs/2305.14314, section 3). transformers' own defaults are fp4, quantized once.
 QLORA = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -186,6 +186,19 @@ def reads_4bit_rows(columns: int) -> bool:
 
     weights = (torch.arange(4 * columns) // 64 + 1.0).view(4, columns)
     return torch.equal(dequantize_4bit(*quantize_4bit(weights, blocksize=64, quant_type="nf4")), weights)
+
+
+def cast_unquantized(model: Any, dtype: torch.dtype) -> None:
+    """Give the unquantized weights of a base that bitsandbytes quantized on disk the dtype they were asked for.
+
+    transformers 5.24 leaves each "weight" of such a base in its stored dtype. Modules that it keeps in float32 stay.
+    """
+    if not any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
+        return
+    kept = float32_modules(model, dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in (torch.float32, torch.float16, torch.bfloat16) and not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtype)
 
 
 def keep_4bit_unpacked(model: torch.nn.Module) -> None:

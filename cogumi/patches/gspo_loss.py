@@ -18,7 +18,7 @@ from cogumi.patches import PatchStatus
 from cogumi.patches.trl_internals import config_defaults
 
 NAME = "gspo"
-WRITTEN_FOR = "trl 1.15"
+WRITTEN_FOR = "trl 1.15 and 1.16"
 # What else decides the objective or the update and has another default in unsloth's generated config, or is changed by
 # unsloth where it is left out: always passed, with TRL's default.
 SPELLED_OUT = (

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import distributed
 
 from cogumi.patches import replaced
@@ -40,8 +42,36 @@ INNER_LOSS = "_compute_loss"
 PREPARE_DATASET = "_prepare_dataset"
 # The method of transformers' models by which `generate` makes its stopping criteria.
 STOPPING_CRITERIA = "_get_stopping_criteria"
-# The function of TRL's Triton head (trl/kernels/chunked_logprob.py) that multiplies two tiles.
+# TRL's head in trl.trainer.utils, through which every SFT, DPO and GRPO loss is computed; the function of its module
+# (trl/kernels/chunked_logprob.py) that multiplies two tiles; and, since 1.16, whether Triton or torch runs it.
+HEAD = "_ChunkedLogProbFunction"
 KERNEL_PRODUCT = "_addmm_fp32"
+HEAD_USES_TRITON = "_use_triton"
+
+
+# The argument of a model's forward, and the field of its output, that is the key-value cache: since transformers 5.24, and before.
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+def cache_argument(arguments: Mapping[str, Any]) -> Any:
+    """Return the key-value cache among a forward pass's keyword arguments; None where there is none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
+
+
+def cache_name(model: Any) -> str:
+    """Return what the model's forward calls its key-value cache."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[-1])
+
+
+def losses_need_triton() -> bool:
+    """Return whether TRL's losses would fail here: before 1.16 its head is a Triton kernel, which needs a GPU."""
+    from trl.trainer import utils
+
+    head: Any = getattr(utils, HEAD)
+    if hasattr(utils, HEAD_USES_TRITON) or (head is not None and not head.__module__.startswith("trl.")):
+        return False
+    return head is None or not (torch.cuda.is_available() or torch.xpu.is_available())
 
 
 def config_defaults(config: type) -> dict[str, Any]:
@@ -177,6 +207,13 @@ def prepared_inputs(trainer: Any, inputs: Any) -> Any:
     return trainer._prepare_inputs(inputs)
 
 
+def record_commit(config: Any, name: str, revision: str | None) -> None:
+    """Note in a config the hub's commit that it was read from, which transformers 5.24 does no longer."""
+    if commit_of(config) is None and not Path(name).is_dir():
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        config._commit_hash = Path(cached).parent.name if isinstance(cached, str) else None
+
+
 def commit_of(config: Any) -> str | None:
     """Return the commit of the hub that a model was loaded from; None for a directory."""
     return getattr(config, "_commit_hash", None)
@@ -197,6 +234,12 @@ def supported_attention(model: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     names = {"sdpa": "_supports_sdpa", "flash": "_supports_flash_attn", "flex": "_supports_flex_attn"}
     kinds = frozenset(name for name, attribute in names.items() if getattr(model, attribute, False))
     return kinds, tuple(getattr(model, "_compatible_flash_implementations", None) or ())
+
+
+def float32_modules(model: Any, dtype: torch.dtype) -> set[str]:
+    """Return names of modules whose weights transformers keeps in float32 where it loads a model in `dtype`."""
+    strict = model._keep_in_fp32_modules_strict or () if dtype != torch.float32 else ()
+    return {*strict, *(model._keep_in_fp32_modules or () if dtype == torch.float16 else ())}
 
 
 def place_quantized_layers(quantizer: Any, model: Any) -> None:

@@ -7,6 +7,7 @@ The decoding loop stays transformers'. Cuts, penalties, stop strings and the dra
 random numbers are drawn. Tokens are the same as far as a row's logits do not depend on the rows beside it.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from cogumi.patches import replaced
-from cogumi.patches.trl_internals import GENERATE_TURN, STOPPING_CRITERIA, wrap_method
+from cogumi.patches.trl_internals import GENERATE_TURN, STOPPING_CRITERIA, cache_argument, wrap_method
 from cogumi.rl.fp32_head import unwrap_peft
 from cogumi.rl.loss_check import backend_of
 
@@ -47,7 +48,9 @@ def share_prefill_and_drop_finished(trainer: Any) -> None:
         def watched_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
             return EndedRows(prepare(*args, **kwargs), rows)
 
-        with replaced(model, {} if reason else {"forward": rows.compute, STOPPING_CRITERIA: watched_criteria}):
+        # generate reads from the signature which inputs to make.
+        forward = functools.wraps(model.forward)(lambda *args, **inputs: rows.compute(*args, **inputs))
+        with replaced(model, {} if reason else {"forward": forward, STOPPING_CRITERIA: watched_criteria}):
             result = generate_turn(*args, **kwargs)
         if not reason and rows.cache is None:
             reason = f"{type(model).__name__} has other inputs than rows of tokens, or another cache"
@@ -123,7 +126,7 @@ class RowsInUse:
 
     def compute(self, *args: Any, **inputs: Any) -> Any:
         """Return the model's output with `logits` (B, 1, V) of the last position: zeros for a row that was dropped."""
-        cache = inputs.get("past_key_values")
+        cache = cache_argument(inputs)
         if self.cache is None and can_select_rows(inputs):
             self.cache = cache
             return self.prefill(inputs)
@@ -164,7 +167,7 @@ def can_select_rows(inputs: dict[str, Any]) -> bool:
     """Return whether a prefill has inputs (B, T), a row for each prompt, no other tensors, and a cache of its own."""
     ids, tensors = inputs.get("input_ids"), [value for value in inputs.values() if isinstance(value, Tensor)]
     return (
-        type(inputs.get("past_key_values")) is DynamicCache
+        type(cache_argument(inputs)) is DynamicCache
         and isinstance(ids, Tensor)
         and isinstance(inputs.get("attention_mask"), Tensor)
         and all(tensor.shape == ids.shape for tensor in tensors)

@@ -149,7 +149,7 @@ def step_bytes(
     * with gradient checkpointing only h e, and one layer in full while it is computed again.
 
     These count once: gradients in flight, the attention mask, and at the head hidden states in fp32 and two tiles of
-    logits. Weights, their gradients, optimizer state, the scores of eager attention, the rollout's KV cache and a
+    logits, nine without a GPU, where torch's operators make one each, and a buffer of full width. Weights, their gradients, optimizer state, the scores of eager attention, the rollout's KV cache and a
     reference model are left out. The forecast on fake tensors (`cogumi.forecast`) counts all of them.
     """
     h, inner, e = shape.hidden_size, shape.intermediate_size, bytes_per_element
@@ -158,7 +158,9 @@ def step_bytes(
     saved = shape.layers * h * e + layer if gradient_checkpointing else shape.layers * layer
     in_flight = (2 * h + 2 * inner) * e + 2 * h * 4  # the last: at the head
     mask = documents * length**2 * (1 + e)
-    head = 2 * min(tokens, HEAD_TILE[0]) * min(shape.vocabulary, HEAD_TILE[1]) * 4
+    rows = min(tokens, HEAD_TILE[0])
+    tile = rows * min(shape.vocabulary, HEAD_TILE[1]) * 4
+    head = 2 * tile if torch.cuda.is_available() else 9 * tile + rows * HEAD_TILE[1] * e
     return tokens * (saved + in_flight) + mask + head
 
 

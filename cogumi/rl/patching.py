@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Literal
 
-from cogumi.patches import PatchStatus, fused_head, gspo_loss, unsloth_rl, vllm_engine
+from cogumi.core.errors import UsageError
+from cogumi.core.formatting import pip_command
+from cogumi.patches import PatchStatus, gspo_loss, unsloth_rl, vllm_engine
 from cogumi.patches import graph_break as four_bit
+from cogumi.patches.trl_internals import losses_need_triton
 from cogumi.stack.gpus import disable_cudnn_attention
 
 __all__ = ["PatchReport", "PatchStatus", "patch"]
@@ -27,7 +31,7 @@ def patch(
     accept: Iterable[str] | None = None,
     backend: Literal["auto", "unsloth", "trl"] = "auto",
 ) -> PatchReport:
-    """Patch in unsloth's trainer on CUDA, TRL's losses without a GPU, `loss_type="gspo"`, 4-bit layers that compile.
+    """Patch in unsloth's trainer on CUDA, `loss_type="gspo"`, vLLM's engine and 4-bit layers that compile.
 
     Call it before importing trl, transformers or peft. A second call patches nothing twice. It also has torch prefer other
     attention to that of a cuDNN below 9.26 (`cogumi.stack.gpus`). `rl=False` changes nothing
@@ -39,13 +43,16 @@ def patch(
     late, for another graph_break and for a name that is no finding.
     """
     disable_cudnn_attention()
-    modules = (unsloth_rl, gspo_loss, fused_head, vllm_engine)  # unsloth first: it puts classes of its own on trl
+    modules = (unsloth_rl, gspo_loss, vllm_engine)  # unsloth first: it puts classes of its own on trl
     of_trl = tuple(
         (module.apply(backend) if module is unsloth_rl else module.apply()) if rl else module.status()
         for module in modules
     )
     if rl:
         gspo_loss.watch_trainers(watch_trainer)
+        if losses_need_triton():
+            problem = f"TRL {version('trl')} computes its losses in Triton alone, which needs a GPU"
+            raise UsageError(problem, fix=pip_command("install 'trl>=1.16'"))
     if accept is not None:
         from cogumi.rl.guards import accept_findings  # imports transformers, and unsloth has to be first
 
