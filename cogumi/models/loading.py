@@ -25,6 +25,7 @@ from cogumi.models.quantization import (
     refuse_wrong_layers,
 )
 from cogumi.models.small_base import KINDS, PREFIX, random_base_path, small_base_path
+from cogumi.patches import recurrent_kernels
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ def load_model(
     if type(model.config) is not type(config):
         message = "%s is loaded as %s, the language model alone; a merge keeps the rest of the checkpoint as it is"
         log.info(message, name, type(model).__name__)
+    recurrent_kernels.apply(model)
     if quantization is not None:
         refuse_wrong_layers(model)
     if getattr(model, "is_loaded_in_4bit", False):
