@@ -2,9 +2,8 @@
 
 TRL's `bfd` packing concatenates the rows of a micro-batch without an attention mask, for flash attention. Any other
 attention computes the whole square of the sequence, so it gets the rows as a batch (`collate_rows_apart`). transformers
-5.17 makes a block-diagonal mask of the position ids. Recurrent layers get the borders of examples as `seq_idx`
-(`cogumi.patches.recurrent_kernels`). A model that ignores it, or has its own mask, still lets examples read each other:
-`probe_packing` measures this.
+5.17 makes a block-diagonal mask of the position ids. Recurrent layers get `seq_idx` (`cogumi.patches.recurrent_kernels`). A
+model that ignores it, or has its own mask, still lets examples read each other: `probe_packing` measures this.
 """
 
 import logging
@@ -29,8 +28,7 @@ log = logging.getLogger("cogumi")
 # Of the documents of a probed row, in every order: unlike and odd, for blocks and chunks hide a leak that ends with them,
 # three, for the second of two has nothing behind it, one shorter than a convolution and one longer than a chunk of 64.
 DOCUMENT_TOKENS = (3, 83, 37)
-# Of documents for the same lengths, with experts: a leak shows in each, a router that rounding tips over only by chance.
-EXPERT_DRAWS = 8
+EXPERT_DRAWS = 8  # with experts: a leak shows in each, a router that rounding tips over only by chance
 PROBED_DOCUMENTS = EXPERT_DRAWS * len(DOCUMENT_TOKENS) ** 2
 EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")  # of a config
 # Bounds of rounding: multiples of the distance between two batch shapes of the same documents, and of the epsilon of the

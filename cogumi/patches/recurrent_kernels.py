@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 TOKEN_AXES = {"causal_conv1d_fn": 2, "chunk_gated_delta_rule": 1}
-counts_kernels = (
-    False  # of a forecast for a card: a gated delta rule keeps its inputs, as its kernel does; its loop takes minutes
-)
+counts_kernels = False  # set by a forecast for a card: fake delta rules keep what kernels do, without the loop
 
 
 def apply(model: Any) -> frozenset[tuple[str, bool]]:
