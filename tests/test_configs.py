@@ -35,7 +35,7 @@ TRAINS = pytest.mark.slow("a training of each method, to its merge")
 
 
 def test_all_of_them_are_seen() -> None:
-    assert len(REAL) >= 6
+    assert len(REAL) >= 9
     assert len(TWINS) + len(REAL) == len(ALL)
     repository = Path(__file__).parents[1]
     assert (repository / "configs").resolve() == CONFIGS  # the layout's name is the package's directory

@@ -1,5 +1,6 @@
 """Packing: models in which packed examples read each other are found, and a packed run learns what an unpacked one does."""
 
+import functools
 import itertools
 import json
 import logging
@@ -15,6 +16,7 @@ import trl
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import cogumi
@@ -34,6 +36,7 @@ from cogumi.methods import sft
 from cogumi.methods.auto_settings import choose_packing
 from cogumi.methods.building import trl_arguments
 from cogumi.models.adapters import lora_config
+from cogumi.patches import recurrent_kernels
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.recorder import preserve_rng_and_mode
 from tests.builders import run_config
@@ -46,8 +49,10 @@ SHAPE = {
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 HYBRID = {
     "head_dim": 8, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16, "layer_types": ["linear_attention", "full_attention"],
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+ROUTED = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
 
 
@@ -75,6 +80,9 @@ def model_of(kind: str, more: dict[str, Any], attention: str | None = None, dtyp
         ("MixtralConfig", MOE, "sdpa"),
         ("MistralConfig", {"sliding_window": 8}, "sdpa"),
         ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 8}, "eager"),
+        ("Qwen3_5TextConfig", HYBRID, None),  # a convolution and a state along the sequence, which get the borders
+        ("Qwen3NextConfig", HYBRID | ROUTED, None),
+        ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, None),  # a convolution alone
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,9 +97,7 @@ def test_attention_keeps_packed_documents_apart(
 @pytest.mark.parametrize(
     ("kind", "more", "attention"),
     [
-        ("Qwen3NextConfig", HYBRID, None),  # a state along the sequence
-        ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, None),  # a convolution along it
-        ("MambaConfig", {"state_size": 8}, None),
+        ("MambaConfig", {"state_size": 8}, None),  # a state along the sequence, which takes no borders
         ("GptOssConfig", {**MOE, "head_dim": 8, "sliding_window": 8}, "eager"),  # its mask is made without position ids
     ],
 )
@@ -101,6 +107,56 @@ def test_a_model_that_reads_across_is_found(
 ) -> None:
     distance, bound = probe_packing(model_of(kind, more, attention, dtype), documents(), pad_token_id=0)
     assert distance > 2 * bound
+
+
+# Functions of a hybrid's layers that are called without the borders of documents.
+LEAKS = {
+    "convolution": ["causal_conv1d_fn"],
+    "recurrence": ["torch_chunk_gated_delta_rule"],
+    "both": ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"],
+}
+LENGTHS = (1, 2, 3, 5, 17, 64, 65)  # below, at and above a convolution's 4 tokens and a chunk's 64
+
+
+def hybrid(leak: str | None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> Any:
+    model = model_of("Qwen3_5TextConfig", HYBRID, None, dtype)
+    recurrent_kernels.apply(model)
+    for name in LEAKS.get(leak or "", []):
+        function = getattr(modeling_qwen3_5, name)
+        leaking = functools.partial(lambda call, *args, seq_idx=None, **more: call(*args, **more), function)
+        monkeypatch.setattr(modeling_qwen3_5, name, leaking)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leak", [None, *LEAKS])
+def test_each_planted_leak_is_found_in_every_pair_of_lengths(leak: Any, dtype: Any, monkeypatch: Any) -> None:
+    model = hybrid(leak, monkeypatch, dtype)
+    for pair in itertools.product(LENGTHS, repeat=2):
+        text = torch.randint(3, VOCABULARY, (sum(pair),), generator=torch.Generator().manual_seed(sum(pair))).tolist()
+        distance, bound = packing._probe_row(model, [text[: pair[0]], text[pair[0] :]], 0)
+        assert (distance > bound) == (leak is not None), (pair, distance, bound)
+    distance, bound = probe_packing(model, documents(), pad_token_id=0)
+    assert (distance > 2 * bound) == (leak is not None)
+
+
+def test_the_probe_answers_by_the_order_of_lengths_that_differs_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model without experts one draw is enough: documents that happen to hide a leak are not looked for."""
+    answers = iter([(0.1, 1.0), (0.9, 1.0), (0.2, 1.0), (0.3, 1.0), (0.1, 1.0), (0.0, 1.0), (2.0, 1.0), (0.0, 1.0)])
+    monkeypatch.setattr(packing, "_probe_row", lambda *_: next(answers))
+    model = model_of("LlamaConfig", {})
+    assert probe_packing(model, documents(), pad_token_id=0) == (0.9, 1.0)
+    assert probe_packing(model, documents(), pad_token_id=0) == (2.0, 1.0)
+
+
+def test_documents_are_numbered_and_padding_is_none_of_them() -> None:
+    flat = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    lengths = [[1, 2, 3], [4]]
+    rows = [{"input_ids": [7] * sum(length), "seq_lengths": length} for length in lengths]
+    beside = packing.row_collator(model_of("Qwen3_5TextConfig", HYBRID), flat)(rows)["seq_idx"]
+    assert beside.tolist() == [[1, 2, 2, 3, 3, 3], [1, 1, 1, 1, -1, -1]]
+    assert packing.add_document_index(flat, rows)["seq_idx"].tolist() == [[1, 2, 2, 3, 3, 3, 4, 4, 4, 4]]
+    assert "seq_idx" not in packing.row_collator(model_of("LlamaConfig", {}), flat)(rows)
 
 
 def test_rows_beside_each_other_are_those_end_to_end() -> None:

@@ -2,8 +2,8 @@
 
 TRL's `bfd` packing concatenates the rows of a micro-batch without an attention mask, for flash attention. Any other
 attention computes the whole square of the sequence, so it gets the rows as a batch (`collate_rows_apart`). transformers
-5.17 makes a block-diagonal mask of the position ids. A model with a state along the sequence, or with its own mask, still
-lets examples read each other: `probe_packing` measures this.
+5.17 makes a block-diagonal mask of the position ids. Recurrent layers get `seq_idx` (`cogumi.patches.recurrent_kernels`). A
+model that ignores it, or has its own mask, still lets examples read each other: `probe_packing` measures this.
 """
 
 import logging
@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, islice, permutations, repeat
 from typing import Any
 
 import pyarrow as pa
@@ -21,14 +21,16 @@ import torch
 from datasets import Dataset
 
 from cogumi.data.rows import Lengths
+from cogumi.patches import recurrent_kernels
 from cogumi.patches.trl_internals import attention_of
 
 log = logging.getLogger("cogumi")
-# Of the documents of a probed row, rotated from row to row: unlike and odd, for blocks and chunks hide a leak that ends with
-# them, and three, for the second of two has nothing behind it.
-DOCUMENT_TOKENS = (17, 61, 37)
-DRAWS = 8  # of documents for the same lengths: a leak shows in each, a router that rounding tips over only by chance
-PROBED_DOCUMENTS = DRAWS * len(DOCUMENT_TOKENS) ** 2
+# Of the documents of a probed row, in every order: unlike and odd, for blocks and chunks hide a leak that ends with them,
+# three, for the second of two has nothing behind it, one shorter than a convolution and one longer than a chunk of 64.
+DOCUMENT_TOKENS = (3, 83, 37)
+EXPERT_DRAWS = 8  # with experts: a leak shows in each, a router that rounding tips over only by chance
+PROBED_DOCUMENTS = EXPERT_DRAWS * len(DOCUMENT_TOKENS) ** 2
+EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")  # of a config
 # Bounds of rounding: multiples of the distance between two batch shapes of the same documents, and of the epsilon of the
 # dtype times the largest logit, in case the two shapes agree bit for bit.
 MEASURED_MULTIPLE, EPSILON_MULTIPLE = 4, 4
@@ -52,6 +54,22 @@ def collate_rows_apart(collate: Any, examples: list[dict[str, Any]]) -> dict[str
     return batch
 
 
+def add_document_index(collate: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add `seq_idx` (rows, tokens) to a batch of `collate`: the number of a token's document, -1 for padding."""
+    batch: dict[str, Any] = collate(examples)
+    index = (batch["position_ids"] == 0).cumsum(-1, dtype=torch.int32)
+    if len(index) == len(examples):  # else end to end, without padding
+        for row, example in zip(index, examples, strict=True):
+            row[len(example["input_ids"]) :] = -1
+    return batch | {"seq_idx": index}
+
+
+def row_collator(model: Any, collate: Any) -> Any:
+    """Return the collator of packed rows whose batches the model's layers take. collate: TRL's, which is padding-free."""
+    collate = collate if wants_one_sequence(model) else partial(collate_rows_apart, collate)
+    return partial(add_document_index, collate) if recurrent_kernels.apply(model) else collate
+
+
 def padding_mask(position_ids: torch.Tensor) -> torch.Tensor:
     """Return where `collate_rows_apart` padded: a position 0 followed by another. No example is one token long."""
     is_start = position_ids == 0
@@ -64,16 +82,17 @@ def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: 
 
     The model is in evaluation mode. Of each document the last tokens are used (chats begin alike), after those of others
     where it is short. They are packed as in training: beside each row, or for flash attention behind it, is a shorter one.
-    Returns (largest difference, bound of rounding) of the worst order of lengths.
+    Returns (largest difference, bound of rounding) of the order of lengths that differs most.
     """
     text = [token for document in documents for token in document[-max(DOCUMENT_TOKENS) :]]
     if not text:
         raise ValueError("packing is probed with documents, and these have no token")
     text *= -(-max(DOCUMENT_TOKENS) // len(text))
     count, measured = len(DOCUMENT_TOKENS), []
-    for turn in range(count):
-        lengths = DOCUMENT_TOKENS[turn:] + DOCUMENT_TOKENS[:turn]
-        for draw in range(DRAWS):
+    config = model.config.get_text_config()
+    draws = EXPERT_DRAWS if any(getattr(config, name, None) for name in EXPERTS_ROUTED) else 1
+    for turn, lengths in enumerate(permutations(DOCUMENT_TOKENS)):
+        for draw in range(draws):
             first = count * turn + (count**2 + 1) * draw
             chosen = (documents[(first + i) % len(documents)] for i in range(count))
             row = [[*text, *document][-length:] for document, length in zip(chosen, lengths, strict=True)]
@@ -83,7 +102,7 @@ def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: 
         else:  # in each draw, or NaN
             return distance, bound
         measured.append((distance, bound))
-    return max(measured)
+    return max(measured, key=lambda pair: pair[0] - pair[1])
 
 
 def _probe_row(model: Any, documents: list[list[int]], pad_token_id: int) -> tuple[float, float]:
@@ -101,8 +120,7 @@ def _probe_row(model: Any, documents: list[list[int]], pad_token_id: int) -> tup
         return torch.cat([one[: sum(map(len, row))] for one, row in zip(each, rows, strict=True)])
 
     packed_rows = (documents, documents[:1])
-    collate = flat if wants_one_sequence(model) else partial(collate_rows_apart, flat)
-    packed = logits_of(collate, *packed_rows)
+    packed = logits_of(row_collator(model, flat), *packed_rows)
     alone = torch.cat([logits_of(flat, [ids]) for ids in documents])
     measured = (alone - logits_of(padding, *([ids] for ids in documents))).abs().max().item()
     expected = torch.cat([alone, alone[: len(documents[0])]])

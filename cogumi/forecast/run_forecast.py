@@ -19,7 +19,7 @@ import torch
 from cogumi.config.schema import RunConfig
 from cogumi.core import worker
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import format_duration, format_memory, one_line
+from cogumi.core.formatting import format_duration, format_memory, one_line, pip_command
 from cogumi.core.notices import show_seconds
 from cogumi.core.run_directory import read_json
 from cogumi.forecast import data_sample, memory_forecast
@@ -49,7 +49,7 @@ from cogumi.methods.step_split import is_planned, split_step
 from cogumi.models.base import RunBase, meta_model
 from cogumi.models.quantized_bases import quantization_of
 from cogumi.models.unsloth_models import FAMILIES, choose_backend, needs_exact_ratios
-from cogumi.patches import unsloth_rl
+from cogumi.patches import recurrent_kernels, unsloth_rl
 from cogumi.rl.memory_plan import engine_bytes
 from cogumi.rl.patching import patch
 from cogumi.stack.gpus import count_processes, refuse_missing_gpus, without_launcher
@@ -62,6 +62,7 @@ LIMIT = 600.0  # seconds; a model of which every layer is run takes minutes
 REACHED = 0.4  # of the card's dense bf16 peak, in hardware FLOP (PaLM, arXiv:2204.02311, appendix B: 46 to 58 % there)
 KERNEL_SECONDS = 8e-6  # that eager PyTorch takes to launch one; assumed (docs/preflight.md)
 PROBED = 10  # steps
+SLOWER = ", which others measured at 1.7 to 5.7 times the time"  # docs/preflight.md has the sources
 
 ForecastLines = tuple[list[Line], dict[str, Any]]
 """The lines on memory, time and disk, and the figures behind them."""
@@ -185,6 +186,8 @@ def forecast_lines(
         lines.append(Line("processes", f"{text}, without what they exchange", "unknown"))
     if yaml_run.cogumi.method == "gspo":
         lines.append(Line("rollout", str(gspo.rollout_size(yaml_run))))
+    lines += describe_kernels(yaml_run, base_config, target)
+    recurrent_kernels.counts_kernels = target.on_card
     holds_share = processes > 1 and yaml_run.cogumi.sharding != "none"
     chosen_run, load, choices = choose_for_target(yaml_run, base, sample, target)
     if yaml_run.model.quantization_config is not None or quantization_of(base_config) is not None:
@@ -239,6 +242,20 @@ def describe_merge_check(run: RunConfig, base: RunBase, target: Target) -> list[
     figure = f"{format_memory(needed)} of {format_memory(room)} for the merged model: its logits will not be compared"
     fix = "compare on a larger machine: cogumi merge ADAPTER OUT --verify logits"
     return [Line("merge check", figure, "yellow", fix)]
+
+
+def describe_kernels(run: RunConfig, base_config: Any, target: Target) -> list[Line]:
+    """Return a line on the kernels of a base's recurrent layers, where it has some and is trained on a card."""
+    kernels = recurrent_kernels.apply(meta_model(base_config)) if target.on_card else frozenset()
+    hub = (run.train.get("model_init_kwargs") or {}).get("use_kernels")
+    missing = " ".join(sorted({name for name, loaded in kernels if not hub and (target.named or not loaded)}))
+    if not missing:
+        text = "the hub's" if hub else ", ".join(sorted({name for name, _ in kernels}))
+        return [Line("kernels", f"of recurrent layers: {text}")] if kernels else []
+    text = f"recurrent layers call {missing.replace(' ', ', ')}, {'if installed there' if target.named else 'not installed'}"
+    text += f"; without, PyTorch's loops run{SLOWER if 'flash-linear-attention' in missing else ''}"
+    fix = f"{pip_command(f'install {missing}')}, or set train.model_init_kwargs: {{use_kernels: true}} for the hub's"
+    return [Line("kernels", text, "green" if target.named else "yellow", fix)]
 
 
 def describe_weights(base_config: Any, dtype: torch.dtype, quantization: dict[str, Any] | None) -> Line:

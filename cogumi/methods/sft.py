@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,10 +14,9 @@ from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import DECISIONS, SETTINGS, read_section, write_section
 from cogumi.data.packing import (
     PROBED_DOCUMENTS,
-    collate_rows_apart,
     probe_packing,
+    row_collator,
     rows_per_step,
-    wants_one_sequence,
     with_labels,
 )
 from cogumi.patches import unsloth_rl
@@ -65,8 +63,8 @@ def build_trainer(run: RunConfig, ranks: Ranks | None = None, **common: Any) -> 
     trainer: Any = trl.SFTTrainer(**common)
     trainer.examples_per_step = examples  # of a process, however many share a row
     end_to_end = common["args"].packing and getattr(trainer.data_collator, "padding_free", False)
-    if end_to_end and not wants_one_sequence(trainer.model) and not unsloth_rl.is_in_place():
-        trainer.data_collator = partial(collate_rows_apart, trainer.data_collator)
+    if end_to_end and not unsloth_rl.is_in_place():
+        trainer.data_collator = row_collator(trainer.model, trainer.data_collator)
     refuse_other_labels(trainer, common["train_dataset"])
     weigh_held_out_loss(trainer)
     return trainer

@@ -10,6 +10,7 @@ import torch
 
 from cogumi.core.errors import UsageError
 from cogumi.hub.downloads import Download, plan_download
+from cogumi.patches import recurrent_kernels
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ def build_on_meta(kind: Any, pickled_config: bytes) -> Any:
     config = pickle.loads(pickled_config)  # a copy: building a model writes into it
     try:
         with torch.device("meta"):
-            return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+            model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     except (ValueError, KeyError) as error:
         # transformers adds the names of all the classes that it knows.
         reason = str(error).partition("\n")[0]
         raise UsageError(f"this transformers builds no {config.model_type!r} model: {reason}") from error
+    recurrent_kernels.apply(model)  # the forecast runs its layers on tensors of no GPU
+    return model

@@ -26,6 +26,7 @@ from cogumi.models.quantization import (
     refuse_wrong_layers,
 )
 from cogumi.models.small_base import KINDS, PREFIX, random_base_path, small_base_path
+from cogumi.patches import recurrent_kernels
 from cogumi.patches.trl_internals import record_commit
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ def load_model(
         message = "%s is loaded as %s, the language model alone; a merge keeps the rest of the checkpoint as it is"
         log.info(message, name, type(model).__name__)
     cast_unquantized(model, resolve_dtype(dtype))
+    recurrent_kernels.apply(model)
     if quantization is not None:
         refuse_wrong_layers(model)
     if getattr(model, "is_loaded_in_4bit", False):

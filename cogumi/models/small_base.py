@@ -18,7 +18,7 @@ import platformdirs
 import polars as pl
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from trl import chat_template_utils
 
 from cogumi.data.stdlib_sample import sample_path
@@ -84,6 +84,7 @@ def train_tokenizer(sources: list[str], control: Sequence[str] = FIM, end: str =
 PREFIX = "cogumi:random-"
 QWEN_FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 QWEN_CHAT = ["<|im_start|>", "<|im_end|>"]
+GEMMA_CHAT = ["<|turn>", "<turn|>"]
 HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|constrain|>"]
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -101,11 +102,28 @@ EXPERTS: dict[str, Any] = {
     "sliding_window": 64,
     "max_position_embeddings": 131072,  # what its rotary scaling is for; no table is as long
 }
+# Towers are beside the language model. The sizes keep the rounding of a merge as small as in Llama's layers.
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"], "initializer_range": 0.05,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "towers": {"vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}},
+}  # fmt: skip
+TOWER: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64, "head_dim": 8,
+    "global_head_dim": 16, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+    "initializer_range": 0.2, "towers": {
+        "vision_config": TOWER | {"intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16},
+        "audio_config": TOWER | {"output_proj_dims": 32},
+    },
+}  # fmt: skip
 # Per name: transformers' model type, what its config needs beside the sizes, control tokens, the one that ends a sequence as
 # in the released models (Qwen2.5-Coder base, Qwen3, gpt-oss), and TRL's copy of the chat template.
 KINDS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}, [*QWEN_FIM, *QWEN_CHAT], END, "qwen2_5_chat_template"),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, QWEN_CHAT, "<|im_end|>", "qwen3_chat_template"),
+    "qwen3.5": ("qwen3_5", HYBRID, QWEN_CHAT, "<|im_end|>", "qwen3_5_think_chat_template"),
+    "gemma-4": ("gemma4", GEMMA, GEMMA_CHAT, "<turn|>", "gemma4_v5_chat_template"),
     "gpt-oss": ("gpt_oss", EXPERTS, HARMONY, "<|return|>", "gptoss_chat_template"),
 }
 
@@ -115,9 +133,12 @@ def make_random_base(kind: str, out: Path) -> None:
     tokenizer = train_tokenizer(pl.read_parquet(sample_path())["source"].head(2000).to_list(), tokens, end)
     tokenizer.chat_template = getattr(chat_template_utils, template)
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(model_type, vocab_size=len(tokenizer), **SIZES | more, **ids)
+    text = {"vocab_size": len(tokenizer), **SIZES, **more, **ids}
+    towers = text.pop("towers", None)
+    auto = AutoModelForImageTextToText if towers else AutoModelForCausalLM
+    config = AutoConfig.for_model(model_type, **({"text_config": text, **towers} if towers else text))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto.from_config(config)
     model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)

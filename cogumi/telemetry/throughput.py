@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from cogumi.core.liveness import beat
 from cogumi.core.run_directory import read_json
-from cogumi.data.packing import padding_mask
+from cogumi.data.packing import EXPERTS_ROUTED, padding_mask
 from cogumi.models.adapters import find_towers
 from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts, wrap_method
 from cogumi.stack.gpus import find_card
@@ -37,7 +37,6 @@ HEARTBEAT = "heartbeat.json"
 ROLLOUT, PAUSED_STAGE = "rollout", "paused"
 NOT_MULTIPLIED = {"original_module", "lora_embedding_A", "lora_embedding_B"}  # PEFT's: replaced by a copy, looked up
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
-EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -109,6 +108,8 @@ def routed_share(config: Any, name: str) -> float:
 
 def attention_width(config: Any) -> float:
     """Return the sum of d_attn over the layers that attend; where keys and values differ (DeepSeek) d_attn is their mean."""
+    if getattr(config, "is_heterogeneous", False):  # Gemma 4: heads of two sizes
+        return float(sum(layer.num_attention_heads * layer.head_dim for layer in config.per_layer_config))
     kinds = getattr(config, "layer_types", None)
     layers = config.num_hidden_layers if kinds is None else sum(kind in ATTENDING for kind in kinds)
     if not layers:  # and the config has no heads
