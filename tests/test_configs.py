@@ -141,7 +141,7 @@ def test_a_config_goes_where_it_is_wanted_and_replaces_nothing(tmp_path: Path) -
     assert copy_template("configs/qwen3-4b-sft.yaml", tmp_path / "mine.yaml").name == "mine.yaml"  # as in the README
     for name, place, said in (
         ("smoke/sft", tmp_path, "sft.yaml exists; name another file"),
-        ("smoke/stf", tmp_path, "no config, recipe or template is called smoke/stf; did you mean smoke/sft?"),
+        ("smoke/stf", tmp_path, "no config, recipe, notebook or template is called smoke/stf; did you mean smoke/sft?"),
         ("smoke/sft", tmp_path / "no" / "where.yaml", "there is no directory"),
     ):
         with pytest.raises(UsageError, match=re.escape(said)):

@@ -28,6 +28,7 @@ from cogumi.config.schema import load_config
 REPOSITORY = Path(__file__).parents[1]
 DOCS = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").glob("*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", *DOCS]
+AGENT_DOCS = "cogumi/templates/agent-docs.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Patterns of what cannot run here, and the reason.
 NOT_RUN = {
@@ -173,7 +174,13 @@ def test_what_is_not_run_is_still_on_a_page() -> None:
     assert [command for command, page in WITH.items() if command not in typed(page)] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+def test_agent_docs_name_commands_and_keys_that_exist() -> None:
+    (_, typed_by_agents), (_, config) = fences(AGENT_DOCS)
+    assert [parse(words) for command in commands(typed_by_agents) for words in of_cogumi(command)]
+    load_config(yaml.safe_load(config))
+
+
+@pytest.mark.parametrize("page", [*PAGES, "AGENTS.md", AGENT_DOCS])
 def test_links_lead_somewhere(page: str) -> None:
     text = FENCE.sub("", (REPOSITORY / page).read_text(encoding="utf-8"))
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)

@@ -203,7 +203,7 @@ def test_packages_that_are_missing(tmp_path: Path) -> None:
     done = empty.run("-m", "cogumi", "doctor", COLUMNS="100")
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
-    assert "fatal    installed          missing: accelerate, blake3, datasets, filelock" in done.stdout
+    assert "fatal    installed          missing: accelerate, blake3, filelock" in done.stdout
     assert "sh requirements/install.sh" in done.stdout
     assert done.stderr == "cogumi: the command line cannot be loaded: No module named 'typer'\n"
     other = empty.run("-m", "cogumi", "train", "a.yaml")
@@ -213,10 +213,15 @@ def test_packages_that_are_missing(tmp_path: Path) -> None:
 def test_everything_cogumi_imports_is_asked_for() -> None:
     import tomllib
 
+    from cogumi.core.errors import TRAINING_PACKAGES
     from cogumi.stack.lanes import NEEDED
 
-    expected = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert sorted(NEEDED) == sorted(re.split(r"[<>=]", each)[0] for each in expected)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for names, expected in (
+        (NEEDED, project["dependencies"]),
+        (TRAINING_PACKAGES, project["optional-dependencies"]["train"]),
+    ):
+        assert sorted(names) == sorted(re.split(r"[<>=]", each)[0] for each in expected)
 
 
 @pytest.mark.parametrize("name", ["peft", "torch"])

@@ -14,7 +14,7 @@ from cogumi.checkpoints.interruption import exit_on_signals
 from cogumi.cli import run_commands
 from cogumi.cli.disk_commands import disk_app
 from cogumi.cli.run_commands import AsJson, Config, Overrides
-from cogumi.config.source import copy_template, describe_template, list_templates, parse_overrides
+from cogumi.config.source import PACKAGE, copy_template, describe_template, list_templates, parse_overrides
 from cogumi.core import __version__
 from cogumi.core.errors import RunFailed, UsageError
 from cogumi.core.output import (
@@ -108,10 +108,12 @@ def preflight(
 
 @app.command()
 def cp(
-    name: Annotated[str | None, Argument(help="A config, recipe or template; without one they are listed.")] = None,
+    name: Annotated[
+        str | None, Argument(help="Config, recipe, notebook or template; without one they are listed.")
+    ] = None,
     destination: Annotated[Path | None, Argument(help="A file or a directory; here by default.")] = None,
 ) -> None:
-    """Copy a config or a recipe, to be changed and run, or the template of an issues log."""
+    """Copy a config, a recipe or a notebook, to be changed and run, or the template of an issues log."""
     if name is None:
         templates = list_templates()
         width = max(map(len, templates))
@@ -121,8 +123,22 @@ def cp(
     print_text(f"{copy}")
     if name.startswith("accelerate/"):
         print_text(f"accelerate launch --config_file {copy} --num_processes N train.py")
-    elif runner := {".yaml": "cogumi train", ".py": "python"}.get(copy.suffix):
+    elif runner := {".yaml": "cogumi train", ".py": "python", ".ipynb": "jupyter lab"}.get(copy.suffix):
         print_text(f"{runner} {copy}")
+
+
+@app.command()
+def config_schema() -> None:
+    """Print the JSON schema of a run's YAML, for editors and agents, with the keys of the installed TRL and PEFT."""
+    from cogumi.config.json_schema import build_schema
+
+    print_json(build_schema())
+
+
+@app.command()
+def agent_docs() -> None:
+    """Print what a coding agent has to know to use cogumi."""
+    print_text((PACKAGE / "templates" / "agent-docs.md").read_text(encoding="utf-8"), end="")
 
 
 @app.command()

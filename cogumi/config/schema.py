@@ -30,6 +30,7 @@ from cogumi.config.binding import (
 )
 from cogumi.config.presets import PRESETS, REMOVED
 from cogumi.config.source import SECTIONS, Config, Origins, not_a_section, parse_scalar, read_source, set_value
+from cogumi.core.errors import TRAINING_PACKAGES, require_extra
 from cogumi.core.redact import REDACTED, SECRETS, redact_text
 
 ENVIRONMENT_PREFIX = "COGUMI_"
@@ -368,6 +369,8 @@ def load_config(config: Config, **overrides: Any) -> RunConfig:
 
 def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig, Origins]:
     """Check a configuration as far as possible without importing trl and peft; return it with the origins of its values."""
+    for module in TRAINING_PACKAGES:
+        require_extra(module, "train")
     values, origins = read_source(config)
     for name, text in sorted(os.environ.items()):
         if name.startswith(ENVIRONMENT_PREFIX):

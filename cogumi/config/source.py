@@ -1,6 +1,7 @@
 """Read the values of a run with the place of each, and list the templates that come with the package."""
 
 import difflib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,9 @@ from cogumi.core.errors import UsageError
 Config = str | os.PathLike[str] | Mapping[str, Any]  # a YAML file, a template's name, or the values
 SECTIONS = ("model", "lora", "data", "train", "cogumi")
 PACKAGE = Path(__file__).parents[1]
-FOLDERS = {"configs": "*.yaml", "accelerate": "*.yaml", "recipes": "*.py", "templates": "*.md"}
+FOLDERS = {
+    "configs": "**/*.yaml", "accelerate": "*.yaml", "recipes": "*.py", "notebooks": "[0-9]*.ipynb", "templates": "*.md",
+}  # fmt: skip
 
 
 class Origins(dict[str, str]):
@@ -90,7 +93,7 @@ def suggest_yaml(path: Path) -> str:
     """Suggest a YAML beside a missing path, or one of the package's own for a name without a suffix."""
     names = {file.name: file for file in path.parent.glob("*.yaml")} if path.parent.is_dir() else {}
     if not is_yaml(path):
-        names |= {name: Path(name) for name in list_templates() if not name.endswith(".py")}
+        names |= {name: Path(name) for name in list_templates() if not name.endswith((".py", ".ipynb"))}
     near = difflib.get_close_matches(path.name if is_yaml(path) else str(path), names, n=1)
     if near:
         return f"did you mean {names[near[0]]}?"
@@ -145,7 +148,7 @@ def list_templates() -> dict[str, Path]:
     """Return every file of the package that can be copied by name: configs without their suffix, the others with it."""
     templates = {}
     for folder, pattern in FOLDERS.items():
-        for path in sorted((PACKAGE / folder).rglob(pattern)):
+        for path in sorted((PACKAGE / folder).glob(pattern)):
             relative = path.relative_to(PACKAGE / folder)
             if relative.name != "__init__.py":
                 name = relative.with_suffix("") if path.suffix == ".yaml" else relative
@@ -154,8 +157,9 @@ def list_templates() -> dict[str, Path]:
 
 
 def describe_template(path: Path) -> str:
-    """Return a file's own description: a config's second comment line, the first line of the others."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """Return a file's own description: a config's second comment line, the first line or cell of the others."""
+    text = path.read_text(encoding="utf-8")
+    lines = ("".join(json.loads(text)["cells"][0]["source"]) if path.suffix == ".ipynb" else text).splitlines()
     return lines[1].removeprefix("# ") if path.suffix == ".yaml" else lines[0].strip('"# ')
 
 
@@ -166,7 +170,7 @@ def copy_template(name: str, destination: Path | None = None) -> Path:
     if plain not in known:
         near = difflib.get_close_matches(plain, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise UsageError(f"no config, recipe or template is called {name}", fix=hint)
+        raise UsageError(f"no config, recipe, notebook or template is called {name}", fix=hint)
     copy = Path(destination or ".")
     copy = copy / known[plain].name if copy.is_dir() else copy
     if not copy.parent.is_dir():

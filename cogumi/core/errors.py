@@ -12,6 +12,7 @@ from typing import Literal, Self
 from cogumi.core.formatting import one_line
 
 log = logging.getLogger("cogumi")
+TRAINING_PACKAGES = ("datasets", "polars", "pyarrow", "trl")  # the extra "train" of pyproject.toml
 
 
 class UsageError(Exception):

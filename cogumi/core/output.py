@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import typer
 
-from cogumi.core.errors import TRACEBACK_IN, MergeError, RunFailed, UsageError
+from cogumi.core.errors import TRACEBACK_IN, TRAINING_PACKAGES, MergeError, RunFailed, UsageError, require_extra
 from cogumi.core.formatting import CONTROLS, escape_controls
 from cogumi.core.redact import VisibleFormatter
 from cogumi.core.signatures import exit_status
@@ -98,7 +98,12 @@ def run_command(app: typer.Typer) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("cogumi").setLevel(logging.INFO)
     try:
-        app()
+        try:
+            app()
+        except ModuleNotFoundError as error:
+            if error.name in TRAINING_PACKAGES:
+                require_extra(error.name, "train")
+            raise
     except UsageError as error:
         print_text(f"cogumi: {with_options(str(error), sys.argv[1:])}", to_error=True)
         sys.exit(exit_status(error))

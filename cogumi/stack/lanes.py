@@ -13,16 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cogumi.core.errors import Finding
+from cogumi.core.errors import TRAINING_PACKAGES, Finding
 from cogumi.core.formatting import pip_command
 
 INSTALL = "sh requirements/install.sh"
 MAX_NAMES = 6  # in one line
-# The dependencies in pyproject.toml: without one of these nothing trains.
+# The dependencies in pyproject.toml: without one of these nothing works.
 NEEDED = (
-    "accelerate", "blake3", "datasets", "filelock", "fsspec", "httpx", "huggingface-hub", "jinja2", "numpy", "peft",
-    "platformdirs", "polars", "psutil", "pyarrow", "pydantic", "pyyaml", "rich", "safetensors", "tokenizers", "torch",
-    "tqdm", "transformers", "trl", "typer",
+    "accelerate", "blake3", "filelock", "fsspec", "httpx", "huggingface-hub", "jinja2", "numpy", "peft", "platformdirs",
+    "psutil", "pydantic", "pyyaml", "rich", "safetensors", "tokenizers", "torch", "tqdm", "transformers", "typer",
 )  # fmt: skip
 
 # (package, version the lane pins, version that is installed or None)
@@ -117,7 +116,12 @@ def join_names(names: list[str]) -> str:
 def check_lane() -> Finding:
     versions = installed_versions()
     if absent := [name for name in NEEDED if name not in versions]:
-        return Finding("installed", "fatal", f"missing: {join_names(absent)}", "nothing trains without these", INSTALL)
+        return Finding("installed", "fatal", f"missing: {join_names(absent)}", "nothing works without these", INSTALL)
+    if absent := [name for name in TRAINING_PACKAGES if name not in versions]:
+        figure, fix = f"not installed: {join_names(absent)}", pip_command('install "cogumi[train]"')
+        if len(absent) == len(TRAINING_PACKAGES):
+            return Finding("training", "note", f"{figure}; merges, checks and the disk monitor work", "", fix)
+        return Finding("training", "warning", figure, "nothing trains without these", fix)
     lane = installed_lane()
     if lane is None:
         figure = f"torch {versions['torch']}"
