@@ -174,6 +174,9 @@ def catalogue(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     (home / ".sky/catalogs/v8/common/accelerators.csv").write_text(common + "\n")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
+    for _ in range(3):  # it waits a minute for its server, which two busy cores may need longer for
+        if subprocess.run([str(SKY), "api", "start"], capture_output=True, check=False).returncode == 0:
+            break
     yield home
     subprocess.run([str(SKY), "api", "stop"], check=True, capture_output=True)
 

@@ -18,7 +18,6 @@ import yaml
 from cogumi.config.schema import RunConfig, dump_config
 from cogumi.config.source import PACKAGE
 from cogumi.core.errors import RunFailed, UsageError
-from cogumi.core.formatting import last_line
 from cogumi.core.redact import REDACTED
 from cogumi.forecast.preflight_report import Line
 from cogumi.stack.gpus import CARDS, Card, words_in
@@ -77,7 +76,8 @@ def find_offers(sky: str | None, infras: Sequence[str], run: RunConfig) -> Itera
         try:
             accelerators = json.loads(listing.stdout[listing.stdout.index("{") :])
         except ValueError:
-            raise RunFailed(f"sky gpus list --infra {infra}: {last_line(listing.stderr or listing.stdout)}") from None
+            said = " ".join((listing.stderr or listing.stdout).split())
+            raise RunFailed(f"sky gpus list --infra {infra}: {said[-400:]}") from None
         for row in (row for rows in accelerators.values() for row in rows):
             card = match_card(row["accelerator_name"], row["device_memory"] or 0.0)
             if card is not None and row["accelerator_count"] == run.cogumi.process_count and row["price"] > 0:
