@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: reference size smoke lab test test-slow test-all golden test-stable test-unsloth test-vllm test-ecosystem test-torch27 real lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
+.PHONY: reference size smoke lab test test-slow test-all golden test-stable test-unsloth test-vllm test-ecosystem test-torch27 test-skypilot real lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -52,6 +52,10 @@ test-ecosystem: .venv-ecosystem/lane
 # Not part of `make test`: torch 2.7, whose Dynamo cannot trace a 4-bit layer, for graph_break's last strategy.
 test-torch27: .venv-torch27/lane
 	.venv-torch27/bin/python -m pytest --noconftest tests/test_graph_break_older_torch.py
+
+# Not part of `make test`: SkyPilot's command with a catalogue of its format, in an environment of its own.
+test-skypilot: .venv/test .venv-skypilot/lane
+	PATH="$$PATH:$(CURDIR)/.venv-skypilot/bin" $(PYTHON_IN) -m pytest tests/test_launch.py
 
 # Not part of `make test`: the whole path on SmolLM2-135M, 25 minutes on two cores (docs/real-model.md).
 real: .venv/test .real/packages
@@ -145,5 +149,11 @@ check-urls: .venv/test
 	.venv-torch27/bin/python -m pip install --quiet --retries 1 -r $<
 	touch $@
 
+.venv-skypilot/lane: requirements/skypilot.in
+	python3 -m venv .venv-skypilot
+	echo '*' >.venv-skypilot/.gitignore
+	.venv-skypilot/bin/python -m pip install --quiet -r $<
+	touch $@
+
 clean:
-	rm -rf .venv .venv-stable .venv-unsloth .venv-vllm .venv-ecosystem .venv-torch27 .real runs
+	rm -rf .venv .venv-stable .venv-unsloth .venv-vllm .venv-ecosystem .venv-torch27 .venv-skypilot .real runs

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Create .venv and install the lane that fits this machine's NVIDIA driver, or a CPU lane if there is no NVIDIA GPU.
-# A GPU whose driver fails is an error; LANE=cpu installs a CPU lane all the same.
+# A GPU whose driver fails is an error; LANE=cpu installs a CPU lane all the same, LANE=stable that lane without asking the driver.
 # `sh requirements/install.sh test` adds the tests' tools. Running it again brings .venv up to date.
 # `sh requirements/install.sh vllm` makes .venv-vllm instead: the CPU lane, the tests' tools, and vLLM; `ecosystem` likewise. `stable` and
 # `unsloth` take the stable lane's packages without a GPU.
@@ -26,6 +26,8 @@ find_gpu_sign() {
 lane=cpu reason="no NVIDIA GPU"
 if [ $venv != .venv ] || [ "${LANE:-}" = cpu ]; then
     reason="no GPU is to be used"
+elif [ "${LANE:-}" = stable ]; then
+    lane=stable driver="not asked, LANE=stable"  # an image is built where there is no GPU
 elif answer=$(nvidia-smi -L 2>&1); then
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
     major=${driver%%.*}

@@ -121,6 +121,7 @@ INSTALLS = {
     "no driver": ("", "", {}, CPU_FILES, "no NVIDIA GPU: installing the CPU lane"),
     "nvidia-smi without a GPU": ("exit 9", "", {}, CPU_FILES, "no NVIDIA GPU"),
     "a GPU without tools": ("", "pci", {}, CPU_FILES, "/sys/bus/pci/devices/0000:01:00.0), but no nvidia-smi"),
+    "stable on request, as in an image": ("", "", {"LANE": "stable"}, STABLE_FILES, "not asked, LANE=stable"),
     "cpu on request": (FAILS, "driver", {"LANE": "cpu"}, CPU_FILES, "no GPU is to be used"),
 }
 

@@ -1,6 +1,8 @@
 """The command line: each command parses, calls one public function, and prints. Exit status 0 good, 1 failed, 2 usage error."""
 
 import os
+import shlex
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,13 +23,14 @@ from cogumi.core.output import (
     failures_in_one_line,
     print_json,
     print_report,
+    print_table,
     print_text,
     run_command,
     show_waiting,
     survive_closed_terminal,
 )
 from cogumi.core.run_directory import SAMPLES_FILE
-from cogumi.runs import entry
+from cogumi.runs import entry, skypilot
 from cogumi.telemetry.status import format_sentence, relative_path, status_of
 
 if TYPE_CHECKING:
@@ -104,6 +107,40 @@ def preflight(
         report = forecast_run(run, card, entry.train_run if probe else None, apart=False)
     print_report(report, as_json)
     raise typer.Exit(0 if report.fits else 1)
+
+
+@app.command()
+def launch(
+    config: Config,
+    spend: Annotated[float, Option(min=0.01, help="Dollars at most, from the box's start to its end.")],
+    overrides: Overrides = None,
+    infra: Annotated[list[str], Option(help="Where to rent, as SkyPilot names it.")] = ["runpod", "vast"],  # noqa: B006
+    yes: Annotated[bool, Option("--yes", help="Rent it without asking.")] = False,
+) -> None:
+    """Write a SkyPilot task for the cheapest card that the run fits on, which ends itself; with SkyPilot, start it."""
+    run = entry.validate_config(config, parse_overrides(overrides))
+    files = skypilot.find_files(run)
+    sky = skypilot.find_sky()
+    with show_waiting("asking for prices, forecasting by card"), failures_in_one_line(RunFailed):
+        offers = list(skypilot.find_offers(sky, infra, run))
+        with entry.import_backend(run, other_machine=True):
+            examined = list(skypilot.examine_offers(run, offers, spend))
+    rows = [
+        (offer.card.name, *(f"{price:.2f}" if price > 0 else "" for price in (offer.price, offer.spot)),
+         f"{spend / offer.price:.1f}", f"{'RED' if line.state == 'red' else 'fits'}, {line.figure.partition(' (if')[0]}")
+        for offer, line in examined
+    ]  # fmt: skip
+    print_table(f"cards by price, ${spend:g} to spend", ("card", ">$/h", ">spot $/h", ">hours", "preflight"), rows)
+    offer, line = examined[-1]
+    if line.state == "red":
+        fix = line.fix.replace("cogumi.max_hours", "--spend")
+        raise UsageError(f"no card fits; {offer.card.name}: {line.figure}", key=f"--spend {spend:g}", fix=fix)
+    command = skypilot.write_task(run, offer, spend, files)
+    print_text(f"{command[-1]} is written, with the configuration that it trains beside it")
+    if sky is not None and (yes or (sys.stdin.isatty() and typer.confirm("rent it now?"))):
+        raise typer.Exit(subprocess.run([sky, *command[1:]], check=False).returncode)
+    install = "" if sky else f"{skypilot.INSTALL_SKYPILOT} && "
+    print_text(f"start it: {install}{shlex.join(command)}")
 
 
 @app.command()
