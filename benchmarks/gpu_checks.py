@@ -9,10 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu import Setting, in_fork, missing_rows, write_model
-from benchmarks.harness import Row, attempt, interleave, python, ratio_row, row, run_process, values_row
+from benchmarks.harness import Row, attempt, python, row, run_process, values_row
 
 REWARD = (
     "def even(completion_ids, **_):\n    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]\n"

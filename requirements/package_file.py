@@ -103,7 +103,11 @@ def lane_table(described: dict[str, Any]) -> str:
         affected = [
             name
             for name, lane in described.items()
-            if any(Version(pins[package]) < fixed for pins in (lane["pins"], *lane["pins_apart"].values()) if package in pins)
+            if any(
+                Version(pins[package]) < fixed
+                for pins in (lane["pins"], *lane["pins_apart"].values())
+                if package in pins
+            )
         ]
         text = f"**{advisory['id']}** ({package} before {fixed}; lanes {', '.join(affected)}): {advisory['meaning']}"
         advisories += [text] if affected else []

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import transformers
 from four_bit_models import gpt_oss, gradients, step, straight_line, tiny_llama
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -136,8 +138,8 @@ def test_adapters_of_experts_stay_out_of_the_graphs() -> None:
     compile_layers(model, "aot_eager")
     assert the_same(trained(model, 2), written)
     # Before and after the experts in the layer and in its MLP, for a break in a call is one of the caller's too; the
-    # rotary embedding and the last norm.
-    assert graphs_and_breaks() == (6, 2)
+    # rotary embedding and the last norm. transformers 5.24 has two more calls on the way.
+    assert graphs_and_breaks() == (6, 4 if Version(transformers.__version__) >= Version("5.24") else 2)
     uncompile(model)
     assert not any(module._compiled_call_impl for module in model.modules())
 

@@ -199,10 +199,14 @@ def test_a_usual_name_of_a_setting_leads_to_the_library_s(key: str, name: str) -
 
 def test_a_renamed_key_of_transformers_is_read_under_its_old_name() -> None:
     """transformers 5.24 calls gradient_checkpointing activation_checkpointing; a lane with 5.17 takes that name too."""
-    run, _ = read_config("smoke/qlora", {"train__gradient_checkpointing": None, "train__activation_checkpointing": True})
+    run, _ = read_config(
+        "smoke/qlora", {"train__gradient_checkpointing": None, "train__activation_checkpointing": True}
+    )
     assert run.train["gradient_checkpointing"] is True
     values = {"train__gradient_checkpointing": True, "train__activation_checkpointing": False}
-    with pytest.raises(UsageError, match=r"train.activation_checkpointing and train.gradient_checkpointing are one setting"):
+    with pytest.raises(
+        UsageError, match=r"train.activation_checkpointing and train.gradient_checkpointing are one setting"
+    ):
         read_config("smoke/qlora", values)
 
 

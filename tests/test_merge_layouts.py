@@ -97,7 +97,7 @@ def stored_tensors(converter: Any, shape: tuple[int, ...]) -> dict[str, torch.Te
 def converted_shapes(registered: str, tensors: dict[str, torch.Tensor], flip: bool) -> dict[str, tuple[int, ...]]:
     """Parameter -> shape, of what the stored tensors become. flip: the first of them is transposed in the model.
 
-    Raises AttributeError, IndexError, RuntimeError or ValueError where tensors of these dimensions cannot be converted so.
+    Raises AttributeError, KeyError, IndexError, RuntimeError or ValueError where tensors of these dimensions cannot be converted so.
     """
     transforms = get_model_conversion_mapping(stub_model(registered, {}))
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -161,7 +161,7 @@ def test_every_registered_conversion_is_mapped_right_or_not_at_all() -> None:
             tensors = stored_tensors(converter, shape)
             try:
                 shapes = converted_shapes(registered, tensors, flip)
-            except (AttributeError, IndexError, RuntimeError, ValueError):
+            except (AttributeError, KeyError, IndexError, RuntimeError, ValueError):
                 continue
             tried.add((registered, number))
             expected = loaded(registered, tensors, shapes)

@@ -98,12 +98,21 @@ def test_the_stable_file_begins_with_what_a_pip_user_types_and_names_one_package
     assert urls == [requirement.url for requirement, _ in pins(STABLE)["xformers"]]
 
 
-def test_the_cpu_lane_shares_the_pins_and_has_no_cuda() -> None:
-    cpu, stable = pins(ROOT / "requirements" / "cpu.txt"), pins(STABLE)
-    assert not [name for name in cpu if name.startswith(("nvidia-", "cuda-", "triton"))]
-    pinned_apart = {n for n in cpu if n in stable and cpu[n][0][0].specifier != stable[n][0][0].specifier}
+def test_the_stable_lane_without_a_gpu_has_its_pins_and_no_cuda() -> None:
+    """The CPU lane has today's releases instead, and no CUDA either."""
+    stable_cpu, stable = pins(ROOT / "requirements" / "stable-cpu.txt"), pins(STABLE)
+    for named in stable_cpu, pins(ROOT / "requirements" / "cpu.txt"):
+        assert not [name for name in named if name.startswith(("nvidia-", "cuda-", "triton"))]
+    pinned_apart = {n for n in stable_cpu if n in stable and stable_cpu[n][0][0].specifier != stable[n][0][0].specifier}
     # setuptools: torch 2.11 asks for < 82.
     assert pinned_apart <= {"torch", "setuptools"}
+
+
+def test_the_page_has_the_table_of_the_pinned_files() -> None:
+    """Lanes that pin a package with a published advisory are named with it."""
+    page = (ROOT / "docs" / "stack.md").read_text()
+    assert package_file.lane_table(WRITTEN) in page
+    assert "CVE-2025-3000** (torch before 2.13.0; lanes stable, stable-cu128, stable+vllm)" in page
 
 
 def test_the_cpu_builds_of_torch_are_admitted_beside_the_indexs() -> None:

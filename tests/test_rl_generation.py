@@ -76,7 +76,7 @@ def build(tiny_model: Path, tmp_path: Path) -> MakeTrainer:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if "moe" in family or family == "gpt_oss":
             model.set_experts_implementation("eager")  # the only one in float64
-        head = nn.Linear(TEXT["hidden_size"], len(tokenizer), dtype=torch.float64)
+        head = nn.Linear(TEXT["hidden_size"], len(tokenizer), dtype=dtype)
         with torch.no_grad():
             head.weight.normal_(std=1.5 / TEXT["hidden_size"] ** 0.5)  # logits of a standard deviation of about 1.5
             head.bias.zero_()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.integrations import sdpa_attention
 
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.forecast.run_forecast import KERNEL_SECONDS, rollout_seconds
@@ -134,7 +135,7 @@ def profiled(config: Any) -> int:
         (LlamaConfig, {"intermediate_size": 64}, 0.95),
         pytest.param(Qwen3Config, {"intermediate_size": 64}, 0.95, marks=pytest.mark.slow("a third shape")),
         # A CPU multiplies the groups of `_grouped_mm` one by one.
-        (Qwen3MoeConfig, {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}, 0.8),
+        (Qwen3MoeConfig, {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}, 0.75),
     ],
 )
 def test_the_kernels_of_a_layer_are_those_that_the_profiler_sees(kind: Any, own: dict[str, int], least: float) -> None:

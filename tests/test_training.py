@@ -64,7 +64,7 @@ def test_sft_leaves_a_whole_run_directory(finished_sft: FinishedRun) -> None:
     assert read_json(home / "heartbeat.json")["step"] == 6
     assert read_json(home / "verdict.json")["passed"] is True
     assert (home / "DONE").exists()
-    assert "gspo: not applied" in (home / "run.log").read_text()
+    assert "backend: trl" in (home / "run.log").read_text()
     assert yaml.safe_load((home / "config.yaml").read_text())["train"]["max_steps"] == 6
     losses = result.series("loss")
     assert len(losses) == 6

@@ -391,7 +391,9 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
     for new, old in RENAMED_TRAIN_KEYS.items():
         if new in values["train"]:
             if values["train"].get(old) is not None:
-                raise origins.error(f"train.{new} and train.{old} are one setting", f"train.{new}", "drop one of the two")
+                raise origins.error(
+                    f"train.{new} and train.{old} are one setting", f"train.{new}", "drop one of the two"
+                )
             values["train"][old] = values["train"].pop(new)
             origins[f"train.{old}"] = origins.get(f"train.{new}", origins.label)
 

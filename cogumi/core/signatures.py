@@ -24,7 +24,7 @@ MAX_LINE_CHARS = 240
 EXIT_RETRY = 75  # EX_TEMPFAIL of sysexits.h: another try of the same command may succeed
 TRANSIENT = {"gpu-broken", "gpu-lost", "hub-unreachable", "killed", "nccl-system-error", "nccl-timeout"}  # these too
 NETWORK_ERROR = re.compile(
-    r"(httpx|requests\.exceptions|aiohttp\.client_exceptions|botocore\.exceptions|torch\.distributed)\."
+    r"(httpx2?|requests\.exceptions|aiohttp\.client_exceptions|botocore\.exceptions|torch\.distributed)\."
     r"((Network|Connection|ClientConnection|HTTPClient|RemoteProtocol|DistNetwork)Error|Timeout(Exception)?)"
 )
 AWS_TRANSIENT = re.compile("AWS Error (NETWORK_CONNECTION|REQUEST_TIMEOUT|SLOW_DOWN|SERVICE_UNAVAILABLE)")

@@ -115,7 +115,8 @@ def _probe_row(model: Any, documents: list[list[int]], pad_token_id: int) -> tup
         batch = collate([{"input_ids": list(chain(*row)), "seq_lengths": list(map(len, row))} for row in rows])
         batch.pop("labels")
         device = next(model.parameters()).device
-        logits = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False).logits.float()
+        tensors = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+        logits = model(**tensors, use_cache=False).logits.float()
         each = logits if len(logits) == len(rows) else logits[0].split([sum(map(len, row)) for row in rows])
         return torch.cat([one[: sum(map(len, row))] for one, row in zip(each, rows, strict=True)])
 

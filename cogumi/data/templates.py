@@ -67,7 +67,9 @@ class ChatTemplate:
     """The template with `{% generation %}` marks, if there is one."""
     thinking: Thinking
     variables: dict[str, Any] = field(repr=False)
-    """Arguments of every rendering: special tokens, the thinking switch, the date."""
+    """Arguments of every rendering: special tokens, the thinking switch."""
+    today: date | None = None
+    """The day that a template prints; None for the day of the rendering."""
     header: str = ""
     """The part of the generation prompt that lies inside the marks."""
     prompt_opens_thought: bool = False
@@ -261,11 +263,14 @@ class ChatTemplate:
     ) -> tuple[str, Spans]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        from cogumi.patches.trl_internals import template_day
+
         chosen = template or (self.text_with_tools if tools else self.text)
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[list(messages)], tools=tools, chat_template=chosen, **options, **self.variables
-            )
+            with template_day(self.today):
+                rendered: Any = render_jinja_template(
+                    conversations=[list(messages)], tools=tools, chat_template=chosen, **options, **self.variables
+                )
         except REFUSALS as error:
             talk = next((message["role"] for message in messages if message["role"] not in SYSTEM_ROLES), "")
             start = "that begins with the assistant's turn, which" if talk == "assistant" else "that"
@@ -287,10 +292,9 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     text = tokenizer.get_chat_template()
     resolved = read_thinking(text, thinking)
     variables = dict(tokenizer.special_tokens_map) | resolved.template_kwargs
-    if today is not None:
-        variables["strftime_now"] = date.fromisoformat(today).strftime
     with_tools = tokenizer.get_chat_template(tools=[{}])
-    bare = ChatTemplate(text, with_tools, _marked_template(tokenizer, text), resolved, variables)
+    day = None if today is None else date.fromisoformat(today)
+    bare = ChatTemplate(text, with_tools, _marked_template(tokenizer, text), resolved, variables, day)
     try:
         prompt, question = bare.prompt([QUESTION]), bare.whole([QUESTION])
         marked, spans = bare.render(TURN, None, bare.marked, return_assistant_tokens_mask=bare.marked is not None)

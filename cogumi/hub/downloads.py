@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import httpx
 import huggingface_hub as hf
 import platformdirs
 from filelock import FileLock, Timeout
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
+    HTTPError,
     OfflineModeIsEnabled,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
@@ -42,6 +43,7 @@ from cogumi.core.liveness import beat
 from cogumi.core.run_directory import write_json
 
 log = logging.getLogger("cogumi")
+TransportError: Any = sys.modules[HTTPError.__module__].TransportError  # of httpx, or since huggingface_hub 2 of httpx2
 
 MAX_FILES_AT_ONCE = 2
 KEYS = {"model": "model.name", "dataset": "data.source", "adapter": "model.adapter"}
@@ -119,7 +121,7 @@ def fetch(download: Download, report: Callable[[int, int], None] = lambda done, 
             max_workers=MAX_FILES_AT_ONCE,
             tqdm_class=bar_for(download, report),
         )
-    except (OSError, httpx.TransportError) as error:
+    except (OSError, TransportError) as error:
         if getattr(error, "errno", None) in UNWRITABLE:
             raise describe_hub_error(download.name, download.commit, error, download.kind) from None
         message = f"the download of {download.name} broke off ({type(error).__name__}: {one_line(error)[:300]})"
@@ -200,7 +202,7 @@ def plan_download(name: str, commit: str | None) -> Download | None:
         try:
             tree = hf.HfApi().list_repo_tree(name, recursive=True, revision=commit)
             sizes = {file.path: file.size for file in tree if isinstance(file, hf.RepoFile)}
-        except (httpx.TransportError, OfflineModeIsEnabled):
+        except (TransportError, OfflineModeIsEnabled):
             is_online, snapshot = False, Download(name, commit, {}).snapshot
             files = [path for path in snapshot.rglob("*") if path.is_file()]
             sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}
@@ -301,7 +303,7 @@ def hub_errors_refused(name: str, revision: str | None, kind: str) -> Iterator[N
     except (HFValidationError, RemoteEntryNotFoundError):
         raise
     # OSError: the hub's own, and those of `datasets`. ValueError: no such subset; RuntimeError: a data set that is a script.
-    except (OSError, httpx.HTTPError, RevisionResolutionError, ValueError, RuntimeError) as error:
+    except (OSError, HTTPError, RevisionResolutionError, ValueError, RuntimeError) as error:
         raise describe_hub_error(name, revision, error, kind) from error
 
 
@@ -348,7 +350,7 @@ def suggest_name(name: str, kind: str) -> str:
     list_repositories: Any = hf.HfApi().list_datasets if kind == "dataset" else hf.HfApi().list_models
     try:
         near = nearest(name, [repository.id for repository in list_repositories(author=owner, limit=500)])
-    except httpx.HTTPError:
+    except HTTPError:
         return ""
     return f"did you mean {near}?" if near else ""
 

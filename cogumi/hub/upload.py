@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import huggingface_hub as hf
 import yaml
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import filter_repo_objects
 
@@ -82,7 +81,7 @@ def push_model(source: Path, name: str, what: str | None = None, private: bool =
         adds.append(hf.CommitOperationAdd(CARD, card.encode()))
         deletes = [hf.CommitOperationDelete(path) for path in stale]
         done = api.create_commit(name, [*adds, *deletes], commit_message=f"Upload {kind} model with cogumi")
-    except (HFValidationError, OSError, httpx.HTTPError) as error:
+    except (HFValidationError, OSError, HTTPError) as error:
         raise describe_refusal(name, error) from error
     size = sum(files[file].stat().st_size for file in names)
     return Pushed(name, kind, len(names), size, str(done.commit_url), tuple(stale))
@@ -138,7 +137,7 @@ def read_licence(base: str | None) -> dict[str, str]:
     on_hub = hub_id(base)
     try:
         data = metadata_load(hf.hf_hub_download(on_hub, CARD) if on_hub else Path(base) / CARD) or {}
-    except (OSError, httpx.HTTPError, ValueError, yaml.YAMLError):
+    except (OSError, HTTPError, ValueError, yaml.YAMLError):
         return {}
     return {key: data[key] for key in LICENCE_KEYS if isinstance(data.get(key), str)}
 

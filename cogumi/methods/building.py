@@ -4,8 +4,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-import httpx
 import torch
+from huggingface_hub.errors import HTTPError
 from peft import get_peft_model
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_kernels_available
@@ -88,7 +88,7 @@ def use_kernels(run: RunConfig, model: Any = None) -> None:
         return
     try:
         model.train().use_kernels = options["use_kernels"]
-    except (*BUILD_REFUSALS, httpx.HTTPError) as error:
+    except (*BUILD_REFUSALS, HTTPError) as error:
         raise UsageError(one_line(error), key=key, fix="let the hub be reached, or drop it") from error
 
 

@@ -1,9 +1,13 @@
 """Changes to other people's code, each with its own undo, and the only place with private names of theirs."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+# TRL 1.16 and PEFT 0.21.2 use the old names of transformers 5.24's activation checkpointing in each run and merge.
+warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import date, datetime, time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ KERNEL_PRODUCT = "_addmm_fp32"
 HEAD_USES_TRITON = "_use_triton"
 
 
-# The argument of a model's forward, and the field of its output, that is the key-value cache: since transformers 5.24, and before.
+# What a model's forward and its output call the key-value cache: in transformers 5.24, and before.
 CACHE_NAMES = ("cache", "past_key_values")
 
 
@@ -240,6 +242,16 @@ def float32_modules(model: Any, dtype: torch.dtype) -> set[str]:
     """Return names of modules whose weights transformers keeps in float32 where it loads a model in `dtype`."""
     strict = model._keep_in_fp32_modules_strict or () if dtype != torch.float32 else ()
     return {*strict, *(model._keep_in_fp32_modules or () if dtype == torch.float16 else ())}
+
+
+@contextmanager
+def template_day(day: date | None) -> Iterator[None]:
+    """Have chat templates that print the day (`strftime_now`) print this one in the block; None for today."""
+    from transformers.utils import chat_template_utils
+
+    clock = SimpleNamespace(now=lambda: datetime.combine(day or date.today(), time()))
+    with replaced(chat_template_utils, {} if day is None else {"datetime": clock}):
+        yield
 
 
 def place_quantized_layers(quantizer: Any, model: Any) -> None:

@@ -149,8 +149,9 @@ def step_bytes(
     * with gradient checkpointing only h e, and one layer in full while it is computed again.
 
     These count once: gradients in flight, the attention mask, and at the head hidden states in fp32 and two tiles of
-    logits, nine without a GPU, where torch's operators make one each, and a buffer of full width. Weights, their gradients, optimizer state, the scores of eager attention, the rollout's KV cache and a
-    reference model are left out. The forecast on fake tensors (`cogumi.forecast`) counts all of them.
+    logits; without a GPU nine, as torch's operators make one each, and a buffer of full width. Weights, their gradients,
+    optimizer state, the scores of eager attention, the rollout's KV cache and a reference model are left out. The
+    forecast on fake tensors (`cogumi.forecast`) counts all of them.
     """
     h, inner, e = shape.hidden_size, shape.intermediate_size, bytes_per_element
     tokens = documents * length

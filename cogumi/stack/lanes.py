@@ -20,7 +20,7 @@ INSTALL = "sh requirements/install.sh"
 MAX_NAMES = 6  # in one line
 # The dependencies in pyproject.toml: without one of these nothing works.
 NEEDED = (
-    "accelerate", "blake3", "filelock", "fsspec", "httpx", "huggingface-hub", "jinja2", "numpy", "peft", "platformdirs",
+    "accelerate", "blake3", "filelock", "fsspec", "huggingface-hub", "jinja2", "numpy", "peft", "platformdirs",
     "psutil", "pydantic", "pyyaml", "rich", "safetensors", "tokenizers", "torch", "tqdm", "transformers", "typer",
 )  # fmt: skip
 
