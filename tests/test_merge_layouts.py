@@ -97,7 +97,7 @@ def stored_tensors(converter: Any, shape: tuple[int, ...]) -> dict[str, torch.Te
 def converted_shapes(registered: str, tensors: dict[str, torch.Tensor], flip: bool) -> dict[str, tuple[int, ...]]:
     """Parameter -> shape, of what the stored tensors become. flip: the first of them is transposed in the model.
 
-    Raises AttributeError, KeyError, IndexError, RuntimeError or ValueError where tensors of these dimensions cannot be converted so.
+    Raises AttributeError, LookupError, RuntimeError or ValueError where tensors of these dimensions cannot be converted.
     """
     transforms = get_model_conversion_mapping(stub_model(registered, {}))
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -149,19 +149,32 @@ KNOWN = {
 }
 
 
+# Operations since transformers 5.24 that ask the model for sizes, which the stub here has not. The merge knows none of them.
+ASK_THE_MODEL = {
+    "Inkling2LoopDequantizeExperts",
+    "Inkling2LoopDequantizeExperts Interleave(dim=1)",
+    "Inkling2UnpadVocab",
+    "PermuteForRope",
+    "Split(dim=0)",
+}
+
+
+def operations_of(registered: str, number: int) -> str:
+    return " ".join(map(repr, get_checkpoint_conversion_mapping(registered)[number].operations))
+
+
 def test_every_registered_conversion_is_mapped_right_or_not_at_all() -> None:
     """transformers' own loader, run on distinct numbers, against the places."""
     mapped, unmapped, tried = set(), set(), set()
     for registered, number in converters():
-        converter = get_checkpoint_conversion_mapping(registered)[number]
-        operations = " ".join(map(repr, converter.operations))
+        converter, operations = get_checkpoint_conversion_mapping(registered)[number], operations_of(registered, number)
         for shape, flip in (((24,), False), ((24, 4), False), ((3, 24, 4), False), ((3, 24, 4), True)):
             if flip and "Transpose" not in operations:
                 continue
             tensors = stored_tensors(converter, shape)
             try:
                 shapes = converted_shapes(registered, tensors, flip)
-            except (AttributeError, KeyError, IndexError, RuntimeError, ValueError):
+            except (AttributeError, LookupError, RuntimeError, ValueError):
                 continue
             tried.add((registered, number))
             expected = loaded(registered, tensors, shapes)
@@ -177,7 +190,7 @@ def test_every_registered_conversion_is_mapped_right_or_not_at_all() -> None:
             last = max(stored)
             del stored[last]
             assert find_faults(stub_model(registered, shapes), stored), (registered, last)
-    assert tried == set(converters())
+    assert {operations_of(*converter) for converter in set(converters()) - tried} <= ASK_THE_MODEL
     assert mapped == KNOWN
     assert {"Interleave(dim=1)", "Chunk(dim=0) PermuteForRope", "ErnieFuseAndSplitTextVisionExperts"} <= unmapped
 
