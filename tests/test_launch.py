@@ -78,8 +78,10 @@ def test_without_skypilot_the_task_is_written(
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "no mirror": ((), "cogumi.mirror: nothing does not outlast the box"),
-    "a directory": (("cogumi.mirror=/mnt/mirror",), "/mnt/mirror does not outlast the box"),
+    "no mirror": ((), "cogumi.mirror: is not set, and a box is lost with its disk"),
+    "a directory": (("cogumi.mirror=/mnt/mirror",), "/mnt/mirror is no place that outlasts the box"),
+    "no bucket": (("cogumi.mirror=s3://",), "s3:// is no place that outlasts the box"),
+    "no repository": (("cogumi.mirror=hf://x",), "hf://x is no place that outlasts the box"),
     "no price": ((MIRROR,), "SkyPilot, which knows the prices, is not installed"),
     "a secret": ((MIRROR, "train.hub_token=abc", "cogumi.price_per_hour=1"), "the configuration holds a secret"),
     "a key": ((MIRROR, "cogumi.mirrors=x"), "cogumi.mirrors"),

@@ -112,7 +112,7 @@ def preflight(
 @app.command()
 def launch(
     config: Config,
-    spend: Annotated[float, Option(min=0.01, help="Dollars at most, from the box's start to its end.")],
+    spend: Annotated[float, Option(min=0.01, max=1e6, help="Dollars at most, from the box's start to its end.")],
     overrides: Overrides = None,
     infra: Annotated[list[str], Option(help="Where to rent, as SkyPilot names it.")] = ["runpod", "vast"],  # noqa: B006
     yes: Annotated[bool, Option("--yes", help="Rent it without asking.")] = False,
@@ -137,6 +137,10 @@ def launch(
         raise UsageError(f"no card fits; {offer.card.name}: {line.figure}", key=f"--spend {spend:g}", fix=fix)
     command = skypilot.write_task(run, offer, spend, files)
     print_text(f"{command[-1]} is written, with the configuration that it trains beside it")
+    if f"{run.cogumi.mirror}".startswith("s3") and "AWS_ACCESS_KEY_ID" not in command:
+        print_text(
+            f"AWS_ACCESS_KEY_ID is not set here: the box reaches {run.cogumi.mirror} only if it has a role for that"
+        )
     if sky is not None and (yes or (sys.stdin.isatty() and typer.confirm("rent it now?"))):
         raise typer.Exit(subprocess.run([sky, *command[1:]], check=False).returncode)
     install = "" if sky else f"{skypilot.INSTALL_SKYPILOT} && "

@@ -255,6 +255,8 @@ def describe_kernels(run: RunConfig, base_config: Any, target: Target) -> list[L
     text = f"recurrent layers call {missing.replace(' ', ', ')}, {'if installed there' if target.named else 'not installed'}"
     text += f"; without, PyTorch's loops run{SLOWER if 'flash-linear-attention' in missing else ''}"
     fix = f"{pip_command(f'install {missing}')}, or set train.model_init_kwargs: {{use_kernels: true}} for the hub's"
+    if target.named:
+        fix = "lanes for cards have flash-linear-attention; set train.model_init_kwargs: {use_kernels: true} for the others"
     return [Line("kernels", text, "green" if target.named else "yellow", fix)]
 
 

@@ -30,6 +30,7 @@ SETUP = """~/.local/bin/uv python install --no-bin --install-dir .python 3.12
 PYTHON=$(echo .python/cpython-3.12*/bin/python3.12) sh requirements/install.sh"""
 SECRETS = re.compile(r"HF_TOKEN|WANDB_API_KEY|AWS_(\w*KEY\w*|SESSION_TOKEN|DEFAULT_REGION|ENDPOINT_URL)")
 VARIANTS = words_in("PCIe NVL SXM 16GB 32GB 40GB 80GB")  # which SkyPilot's names of a card leave out
+CLOUDS = ("s3", "s3a", "hf", "gs", "gcs", "az", "abfs")  # protocols of mirrors
 CUDA_13 = (7, 5)  # the oldest cards that the stable lane runs on
 INSTALL_SKYPILOT = 'pipx install "skypilot[runpod,vast]"'  # apart: it wants an older click than the lanes have
 UNATTENDED = {"restarts": 3, "on_hung": "stop"}  # where the configuration leaves them open
@@ -112,9 +113,12 @@ def examine_offers(run: RunConfig, offers: Iterable[Offer], spend: float) -> Ite
 def find_files(run: RunConfig) -> dict[str, str]:
     """Return what to copy, {place on the box: place here}. Raises UsageError for what a box could not have or keep."""
     mirror, text, files = run.cogumi.mirror or "", dump_config(run), {}
-    if "://" not in mirror or mirror.startswith("file:"):
-        fix = "set s3://BUCKET/RUN or hf://USER/REPO"
-        raise UsageError(f"{mirror or 'nothing'} does not outlast the box", key="cogumi.mirror", fix=fix)
+    protocol, _, path = mirror.partition("?")[0].partition("://")
+    if protocol not in CLOUDS or not path.strip("/") or (protocol == "hf" and "/" not in path.strip("/")):
+        problem = (
+            f"{mirror} is no place that outlasts the box" if mirror else "is not set, and a box is lost with its disk"
+        )
+        raise UsageError(problem, key="cogumi.mirror", fix="set s3://BUCKET/RUN or hf://USER/REPO")
     if not Path(PACKAGE.parent, "requirements/install.sh").is_file():
         raise UsageError("a box installs the clone that cogumi runs from, and this is none", fix="run it from a clone")
     if REDACTED in text:
