@@ -26,7 +26,7 @@ from gspo_batches import PROMPTS, even_tokens, grpo_trainer
 from transformers import TrainerCallback
 
 STEPS = 24
-TOLERANCE = 1e-7  # 1e-5 is what is promised; RoPE's angles are fp32, and shifting them by the padding leaves about 1e-9
+TOLERANCE = 1e-6  # 1e-5 is what is promised; TRL's head and RoPE's angles are fp32, which leaves up to 4e-7 of the loss
 VARIANTS: dict[str, dict[str, Any]] = {
     "1 x 8": {"size": 1},
     "2 x 4": {"size": 2},
