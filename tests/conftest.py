@@ -48,6 +48,19 @@ def _no_signal_ignored() -> None:
             signal.signal(number, usual)
 
 
+@pytest.fixture(scope="module")
+def float64_head() -> Iterator[None]:
+    """TRL's losses through logits in the model's dtype: its own head rounds a float64 model's to float32."""
+    from dense_head import ChunkedLogProbFunction
+    from trl.trainer import utils
+
+    from cogumi.patches import replaced
+    from cogumi.patches.trl_internals import HEAD
+
+    with replaced(utils, {HEAD: ChunkedLogProbFunction}):
+        yield
+
+
 @pytest.fixture(scope="session")
 def sources() -> list[str]:
     """Source text of a few hundred functions of the standard library."""

@@ -89,7 +89,7 @@ def test_layers_compile_from_the_first_step_and_are_reported(tmp_path: Path, cap
     assert counts["graphs"] == len(parts_of(run.trainer.model)) - 1  # the layers share one
     assert (counts["breaks"], counts["recompiles"]) == ({}, 0)
     assert counts["seconds"] > 0
-    assert counts["operations"] > 10
+    assert counts["operations"] > 10  # a checkpointed layer is one, under transformers 5.24
     lines = [record.getMessage() for record in caplog.records]
     assert "compile: 2 layers; the first step compiles them" in lines
     did = f"{counts['graphs']} graphs of {counts['operations']} operations, 0 breaks, 0 recompiles"

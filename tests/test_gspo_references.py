@@ -234,6 +234,7 @@ class Gradients(TrainerCallback):
         self.steps.append({k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None})
 
 
+@pytest.mark.usefixtures("float64_head")
 @pytest.mark.parametrize(("name", "temperature"), [("gspo", 1.0), ("gspo", 0.7), ("gspo-length", 1.0)])
 def test_the_second_step_on_one_rollout_is_off_policy(
     tiny_model: Path, tmp_path: Path, name: str, temperature: float
@@ -299,13 +300,11 @@ def test_the_second_step_on_one_rollout_is_off_policy(
     assert ((ratio > 1 - low) & (ratio < 1 + high)).any()
     stored = trainer._buffered_inputs[3]["old_per_token_logps"]
     mask = trainer._buffered_inputs[3]["completion_mask"].bool()
-    # TRL's head computes in float32, whatever the model's dtype.
-    sampled = rollouts[0][mask].to(stored.dtype)
-    torch.testing.assert_close(stored[mask], sampled, atol=1e-6, rtol=0)  # the policy that sampled
-    assert sum(losses[2:]) == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(stored[mask], rollouts[0][mask], atol=1e-12, rtol=0)  # the policy that sampled
+    assert sum(losses[2:]) == pytest.approx(loss, abs=1e-12)
     actual = gradients.steps[1]
     for key in expected:
-        torch.testing.assert_close(actual[key], expected[key], atol=1e-7, rtol=1e-4)
+        torch.testing.assert_close(actual[key], expected[key], atol=1e-12, rtol=1e-9)
 
 
 # ----------------------------------------------------------------------------------------------------- TRL's KL correction

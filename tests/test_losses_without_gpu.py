@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer import utils
 
 import cogumi
+from cogumi.checkpoints.manifest import read_settings
 from cogumi.core.errors import UsageError
 from cogumi.patches.trl_internals import HEAD, HEAD_USES_TRITON
 
@@ -36,6 +37,16 @@ def test_grpo_trains_on_a_cpu(entropy_coef: float, tiny_model: Path, tmp_path: P
     expected = every.gather(-1, ids[:, 1:, None]).squeeze(-1)
     torch.testing.assert_close(log_probs, expected[:, -5:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies, -(every.exp() * every).sum(-1)[:, -5:], rtol=1e-5, atol=1e-5)
+
+
+def test_layers_computed_twice_are_the_same_training(tiny_model: Path, tmp_path: Path) -> None:
+    """A resumed run may change it, whatever transformers calls it: gradient or activation checkpointing."""
+    once, twice = (
+        read_settings(grpo_trainer(tiny_model, tmp_path / str(twice), gradient_checkpointing=twice))
+        for twice in (False, True)
+    )
+    assert once == twice
+    assert once["learning_rate"] > 0
 
 
 @pytest.mark.slow("compiles a model")

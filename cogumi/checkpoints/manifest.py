@@ -136,7 +136,7 @@ IGNORED_SETTINGS = (
     "trackio", "dataloader_", "disable_tqdm", "use_cpu", "local_rank", "resume_", "include_", "ddp_", "debug",
     "load_best", "metric_for", "greater_is", "enable_jit", "vllm_", "torch_compile", "restore_", "prediction_",
     "per_device_eval", "accelerator_config", "deepspeed", "fsdp", "average_tokens", "batch_eval", "overwrite",
-    "gradient_checkpointing",  # layers computed twice give what they gave
+    "gradient_checkpointing", "activation_checkpointing",  # layers computed twice give what they gave
     "model_init",  # which may hold an access token
 )  # fmt: skip
 

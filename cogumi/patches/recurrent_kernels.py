@@ -22,15 +22,13 @@ def apply(model: Any) -> frozenset[tuple[str, bool]]:
     Returns (distribution with the kernel, whether transformers imported it) of each.
     """
     kernels, kinds = set(), {type(module) for module in model.modules()}
-    for method in {
-        inspect.unwrap(method) for kind in kinds for _, method in inspect.getmembers(kind, inspect.isfunction)
-    }:
+    members = (method for kind in kinds for _, method in inspect.getmembers(kind, inspect.isfunction))
+    for method in set(map(inspect.unwrap, members)):
         for name in method.__code__.co_names:
             function = method.__globals__.get(name)
             variables = _closure(function)
-            if "kernel_layer_name" in dir(
-                function
-            ):  # by the package kernels: a module, whose forward the hub's replaces
+            # By the package kernels it is a module, whose forward the hub's replaces.
+            if "kernel_layer_name" in dir(function):
                 variables = _closure(_closure(vars(type(function)).get("forward")).get("func")) or variables
             if "torch_function" in variables and not hasattr(function, "kernel"):
                 function = method.__globals__[name] = _wrap(function, variables)

@@ -4,43 +4,12 @@ It is on PYTHONPATH there, so that processes which tests start have it as well.
 """
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-
-class ChunkedLogProbFunction:
-    """`trl.kernels.ChunkedLogProbFunction` by signature and values. hidden: [N, H], weight: [V, H], targets: [N]."""
-
-    @staticmethod
-    def apply(
-        hidden: Any,
-        weight: Any,
-        bias: Any,
-        targets: Any,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None = None,
-        scale: float = 1.0,
-        outputs: tuple[str, ...] = ("log_probs",),
-    ) -> tuple[Any, ...]:
-        import torch
-
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = torch.nn.functional.linear(hidden.float(), weight.float(), bias if bias is None else bias.float())
-        logits = logits * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits / temperature
-        log_p = logits.log_softmax(-1)
-        log_probs = log_p.gather(-1, targets[:, None]).squeeze(-1)
-        values = {
-            "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
-            "log_sum_sq_probs": lambda: (2 * log_p.detach()).logsumexp(-1),
-            "mean_logits": lambda: logits.detach().mean(-1),
-            "is_top1": lambda: logits.argmax(-1) == targets,
-        }
-        return log_probs, *(compute() if name in outputs else None for name, compute in values.items())
-
+sys.path.append(str(Path(__file__).parents[1]))
+from dense_head import ChunkedLogProbFunction
 
 kernels: Any = ModuleType("trl.kernels")
 kernels.ChunkedLogProbFunction = ChunkedLogProbFunction
