@@ -106,11 +106,11 @@ def test_preflight_names_the_kernels_of_a_card_alone(monkeypatch: pytest.MonkeyP
     assert (line.state, "flash" in line.figure, "times" in line.figure) == ("yellow", False, False)
     monkeypatch.undo()
     assert describe_kernels(run, config, find_target(None, run)) == []  # a CPU has the loops alone
-    assert describe_kernels(run, read_base("cogumi:random-gemma-4").config, here) == []
+    assert describe_kernels(run, read_base("cogumi:random-gemma4").config, here) == []
 
 
 def test_attention_of_layers_with_heads_of_two_sizes_is_counted() -> None:
-    config = read_base("cogumi:random-gemma-4").config.get_text_config()
+    config = read_base("cogumi:random-gemma4").config.get_text_config()
     assert attention_width(config) == 2 * 2 * 8 + 2 * 2 * 16
     assert attention_width(SimpleNamespace(num_hidden_layers=3, num_attention_heads=2, hidden_size=16)) == 3 * 16
 

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "no bucket": (("cogumi.mirror=s3://",), "s3:// is no place that outlasts the box"),
     "no repository": (("cogumi.mirror=hf://x",), "hf://x is no place that outlasts the box"),
     "no price": ((MIRROR,), "SkyPilot, which knows the prices, is not installed"),
-    "a secret": ((MIRROR, "train.hub_token=abc", "cogumi.price_per_hour=1"), "the configuration holds a secret"),
+    "a secret": ((MIRROR, "train.hub_token=abc", "cogumi.price_per_hour=1"), "train.hub_token: holds a secret"),
     "a key": ((MIRROR, "cogumi.mirrors=x"), "cogumi.mirrors"),
     "set-up alone": ((MIRROR, "cogumi.price_per_hour=8"), "for which that pays 40 min of set-up"),
     "another directory": ((MIRROR, "data.source={tmp}/code.parquet"), "/code.parquet, which is not below"),

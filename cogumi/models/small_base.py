@@ -123,7 +123,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], list[str], str, str]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}, [*QWEN_FIM, *QWEN_CHAT], END, "qwen2_5_chat_template"),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, QWEN_CHAT, "<|im_end|>", "qwen3_chat_template"),
     "qwen3.5": ("qwen3_5", HYBRID, QWEN_CHAT, "<|im_end|>", "qwen3_5_think_chat_template"),
-    "gemma-4": ("gemma4", GEMMA, GEMMA_CHAT, "<turn|>", "gemma4_v5_chat_template"),
+    "gemma4": ("gemma4", GEMMA, GEMMA_CHAT, "<turn|>", "gemma4_v5_chat_template"),
     "gpt-oss": ("gpt_oss", EXPERTS, HARMONY, "<|return|>", "gptoss_chat_template"),
 }
 

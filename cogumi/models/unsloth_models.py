@@ -8,6 +8,7 @@ import functools
 import importlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -90,7 +91,7 @@ def needs_exact_ratios(run: RunConfig) -> bool:
 def read_model_type(name: str, revision: str | None) -> str:
     """Read `model_type` of a base's config.json, downloaded for a model of the hub; "" if it cannot be read."""
     if name.startswith(COGUMI_BASE):
-        return "llama" if name == "cogumi:small-base" else name.rpartition("random-")[2].replace("-", "_")
+        return "llama" if name == "cogumi:small-base" else re.sub("[-.]", "_", name.rpartition("random-")[2])
     path = Path(name) / "config.json"
     if not Path(name).is_dir():
         import huggingface_hub

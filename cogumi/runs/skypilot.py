@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,7 +93,7 @@ def with_budget(run: RunConfig, offer: Offer, spend: float) -> RunConfig:
     return run.model_copy(update={"cogumi": run.cogumi.model_copy(update=options)})
 
 
-def examine_offers(run: RunConfig, offers: Iterable[Offer], spend: float) -> Iterator[tuple[Offer, Line]]:
+def examine_offers(run: RunConfig, offers: Sequence[Offer], spend: float) -> Iterator[tuple[Offer, Line]]:
     """Yield offers by price, each card once, with the line that is red, up to the first that the preflight finds to fit."""
     from cogumi.forecast.run_forecast import forecast_run
 
@@ -101,7 +101,9 @@ def examine_offers(run: RunConfig, offers: Iterable[Offer], spend: float) -> Ite
     cheapest = {offer.card: offer for offer in sorted(known, key=lambda offer: offer.price, reverse=True)}
     if not cheapest:
         least = f"no known card is offered for which that pays {60 * RESERVED_HOURS:.0f} min of set-up and end"
-        raise UsageError(least, key=f"--spend {spend:g}", fix="spend more, or name another --infra")
+        catalogue = not offers or offers[0].infra
+        other = "name another --infra" if catalogue else "lower cogumi.price_per_hour, if you find one"
+        raise UsageError(least, key=f"--spend {spend:g}", fix=f"spend more, or {other}")
     for offer in sorted(cheapest.values(), key=lambda offer: (offer.price, offer.card.memory)):
         lines = forecast_run(with_budget(run, offer, spend), offer.card.name, None, apart=False).lines
         red = [line for line in lines if line.state == "red" and line.stage != "disk"]  # of this machine's disks
@@ -122,8 +124,12 @@ def find_files(run: RunConfig) -> dict[str, str]:
     if not Path(PACKAGE.parent, "requirements/install.sh").is_file():
         raise UsageError("a box installs the clone that cogumi runs from, and this is none", fix="run it from a clone")
     if REDACTED in text:
+        entries = (
+            (f"{section}.{key}", value) for section, part in yaml.safe_load(text).items() for key, value in part.items()
+        )
+        secret = next(key for key, value in entries if REDACTED in str(value))
         fix = "put it into the environment, from which HF_TOKEN and WANDB_API_KEY are passed on"
-        raise UsageError("the configuration holds a secret, which would be written into a file", fix=fix)
+        raise UsageError("holds a secret, which would be written into a file", key=secret, fix=fix)
     for value in (token.value for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)):
         if value in (run.data.source, run.model.name) or (set("/.") & set(value) and value != str(run.run_dir)):
             place = re.sub(r"(\.py):\w+$", r"\1", value)  # file.py:function
