@@ -304,7 +304,7 @@ def test_both_moments_are_planned_and_what_is_open_is_chosen(fourteen: dict[str,
     assert memory["peak"] <= memory["free"] >= engine["rollout"]
     weights, adapter = (memory["breakdown"][name] for name in ("weights", "adapter"))
     assert engine["rollout"] > weights + adapter + engine["engine"]
-    assert "train.vllm_gpu_memory_utilization: 0.43" in line_of(report, "memory").figure
+    assert "train.vllm_gpu_memory_utilization: 0.41" in line_of(report, "memory").figure
     asleep = preflight(fourteen, CARD, train__vllm_enable_sleep_mode=True)
     assert asleep.fits, str(asleep)
     assert asleep.figures["memory"]["vllm"] == GRAPHS
