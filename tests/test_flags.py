@@ -387,6 +387,7 @@ def test_a_warm_up_longer_than_the_run_is_named() -> None:
         (SFT, 200.0, "red"),
         (SFT, 0.0, "red"),
         (GSPO, 0.01, "green"),
+        (GSPO, 1.1, "green"),  # as in a run that learns, in which most gradients are not clipped
         (GSPO, 5.0, "yellow"),
         (GSPO, 500.0, "red"),
         (DPO, 5.0, "green"),

@@ -191,8 +191,8 @@ class Thresholds(Section):
 
     grad_norm_high: float = Field(default=10.0, gt=0)
     """sft, dpo: yellow where the median gradient norm is above; red above ten times it."""
-    rl_grad_norm_high: float = Field(default=1.0, gt=0)
-    """gspo: likewise. Red above a hundred times it: the norm is before clipping, and losses differ in scale."""
+    rl_grad_norm_high: float = Field(default=2.0, gt=0)
+    """gspo: likewise. Red above fifty times it: the norm is before clipping, and losses differ in scale."""
     zero_variance: float = Field(default=0.8, gt=0, le=1)
     """gspo: red above this share of groups in which all rewards are the same; yellow above three quarters of it."""
     truncated_red: float = Field(default=0.8, gt=0, le=1)

@@ -137,7 +137,7 @@ def gradient_norm(run: RunHistory) -> Flag | None:
         return Flag(name, "red", evidence, "no gradient reaches a trainable weight", "lora.target_modules")
     if median <= high:
         return Flag(name, "green", evidence)
-    red = (100 if is_rl else 10) * high  # the scale of an RL loss depends on its normalizer
+    red = (50 if is_rl else 10) * high  # the scale of an RL loss depends on its normalizer
     return Flag(name, level_above(median, high, red), evidence, "updates are too large", "train.learning_rate, lower")
 
 
