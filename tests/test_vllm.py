@@ -23,7 +23,10 @@ ROOT = Path(__file__).parents[1]
 BASE = ROOT / "cogumi" / "models" / "small-base"
 PORT = 8765
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="`make test-vllm` installs it")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="`make test-vllm` installs it"),
+    pytest.mark.timeout(3600),  # a CPU without AVX-512 takes 36 times as long in bfloat16 as in float32
+]
 
 
 def config(tmp_path: Path, name: str = "run", **train: Any) -> dict[str, Any]:
@@ -52,7 +55,7 @@ def in_a_process(config: dict[str, Any], **options: Any) -> dict[str, Any]:
     """What `tests/vllm_run.py` found: the engine's greedy tokens after each sync, and the run's last flags."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.vllm_run", json.dumps({"config": config, **options})],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
