@@ -29,6 +29,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from cogumi.merge import logits
 from cogumi.merge.logits import LogitCheck, NotCompared, check_directory, prompt_tokens, tokenizer_of, trained_tokens
 
 SIZES = builders.SIZES | {"head_dim": 16}
@@ -318,14 +319,37 @@ def test_trls_patched_forward_is_not_run_and_stays(bases: Callable[[str], Path],
 
 
 def test_the_scale_may_lack_what_storing_took_and_no_more(bases: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of an update so small that a thirtieth of it is within the rounding of stored weights."""
     base = bases("llama")
-    adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS})
+    adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS, "lora_alpha": 6})
     merged = peft_merge(base, adapter, tmp_path / "whole")
     before = tensors_of(base)
     edited(merged, tmp_path / "merged", lambda name, tensor: before[name].lerp(tensor, 0.97))
     assert not check_one(adapter, tmp_path / "merged", base).passed
     assert not check_one(adapter, tmp_path / "merged", base, kept=1.0).passed
     assert check_one(adapter, tmp_path / "merged", base, kept=0.97).passed
+
+
+def test_a_directory_is_compared_in_float32_where_memory_has_room(
+    bases: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update 3 % too large is within the rounding of operations in bfloat16, in which two equal merges differ as much."""
+    base = bases("llama")
+    adapter = make_adapter(base, tmp_path / "adapter", {"target_modules": LINEARS, "lora_alpha": 6})
+    merged = peft_merge(base, adapter, tmp_path / "merged")
+    before = tensors_of(base)
+    edited(merged, tmp_path / "wrong", lambda name, tensor: before[name].lerp(tensor, 1.03))
+    exact = check_one(adapter, merged, base)
+    assert exact.passed
+    assert exact.measured < exact.bound / 2
+    assert not check_one(adapter, tmp_path / "wrong", base).passed
+    numbers = logits.measure_directory(merged)[0] + 3 * 2 * logits.PROMPT_TOKENS * load(merged).config.vocab_size
+    monkeypatch.setattr(
+        logits, "free_memory", lambda device: logits.WORKING_BYTES + 3 * numbers
+    )  # of two bytes, not of four
+    rounded = check_one(adapter, merged, base)
+    assert rounded.passed
+    assert rounded.measured > 2 * exact.measured
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
