@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from cogumi.data.chat import read_messages, unused_keys
+from cogumi.data.chat import read_conversation, read_messages, unused_keys
 from cogumi.data.rows import BadRow
 from tests.chat_tokenizers import ask, chat_tokenizer, chunk_of, dropped_rows, say, texts_of, turn
 
 QUESTION, ANSWER = ask("2 + 3?"), say("5.")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+NO_ARGUMENTS = {"type": "function", "function": {"name": "add", "arguments": {}}}
 NESTED = {"a": 2, "b": None, "c": [{"d": None}]}
 
 
@@ -61,6 +62,9 @@ def test_alpaca_input_and_system() -> None:
          say("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": NESTED}}])),
         ({"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'}, say("", tool_calls=[CALL])),
         (say("x", thinking="hm"), say("x", reasoning_content="hm")),
+        (say("", tool_calls=[{"name": "add", "arguments": ""}]), say("", tool_calls=[NO_ARGUMENTS])),
+        (say("", tool_calls=json.dumps([{"name": "add", "arguments": "null"}])), say("", tool_calls=[NO_ARGUMENTS])),
+        (turn("user", [{"type": "input_text", "text": "x"}, {"text": "y"}, "z"]), ask("xyz")),
     ],
 )  # fmt: skip
 def test_one_message(raw: dict[str, Any], message: dict[str, Any]) -> None:
@@ -83,6 +87,8 @@ def test_one_message(raw: dict[str, Any], message: dict[str, Any]) -> None:
         ([turn("user", 5)], "with a message whose content is no text"),
         ([turn("user", b"\xff")], "not UTF-8"),
         ([turn("user", [{"type": "image", "image": "x.png"}])], "with a message that has parts other than text"),
+        ([say([{"type": "reasoning", "text": "hm"}])], "with a message that has parts other than text"),
+        ([turn("user", [{"type": "image", "text": "alt"}])], "with a message that has parts other than text"),
         ([say("", tool_calls=5)], "with tool calls that are no list"),
         ([say("", tool_calls=[{"function": {"arguments": {}}}])], "with a tool call that names no function"),
         ([say("", tool_calls=[{"name": "add", "arguments": "a=2"}])], "with tool-call arguments that are no JSON object"),
@@ -115,7 +121,9 @@ def test_bad_rows_are_counted_with_the_first_of_them(learn: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"loss": False}, {"weight": 0.0, "train": None}])
+@pytest.mark.parametrize(
+    "flag", [{"weight": 0}, {"train": False}, {"loss": False}, {"weight": 0.0, "train": None}, {"loss_mask": 0}]
+)
 def test_a_turn_that_the_data_gives_as_context_is_not_learned(name: str, flag: dict[str, Any]) -> None:
     tokenizer = chat_tokenizer(name)
     turns = [QUESTION, say("WRONG", **flag), QUESTION, say("5.", weight=1, loss=True)]
@@ -135,10 +143,16 @@ def test_a_turn_that_the_data_gives_as_context_is_not_learned(name: str, flag: d
         ("all", 0, "with a turn that is not to be learned (weight 0) where everything is"),
         ("turns", 0.5, "with a turn whose `weight` is neither 0 nor 1"),
         ("turns", "0", "with a turn whose `weight` is neither 0 nor 1"),
+        (
+            "turns",
+            [{"begin_offset": 0, "end_offset": 1, "train": False}],
+            "with a turn whose `train_detail` is neither 0 nor 1",
+        ),
     ],
 )
 def test_a_weight_that_cannot_be_followed_drops_the_row(learn: Any, weight: Any, reason: str) -> None:
-    row = {"messages": json.dumps([QUESTION, ANSWER | {"weight": weight}])}
+    key = "train_detail" if isinstance(weight, list) else "weight"
+    row = {"messages": json.dumps([QUESTION, ANSWER | {key: weight}])}
     assert list(chunk_of([row], chat_tokenizer("qwen3"), learn=learn).dropped) == [reason]
 
 
@@ -154,3 +168,15 @@ def test_a_row_dropped_for_a_control_token_is_shown_as_it_is() -> None:
     (dropped,) = chunk_of([row], chat_tokenizer("qwen3"), format="prompt_completion").dropped.values()
     assert "\0" not in dropped.excerpt
     assert dropped.excerpt.startswith("user: ")
+
+
+@pytest.mark.parametrize("nothing", [None, "", "[]", "null", "{}", [], {}])
+def test_no_tools_are_none(nothing: Any) -> None:
+    assert read_conversation({"messages": [QUESTION, ANSWER], "tools": nothing}).tools is None
+
+
+def test_tools_may_each_be_json() -> None:
+    row = {"messages": [QUESTION, ANSWER], "tools": [json.dumps(CALL), CALL]}
+    assert read_conversation(row).tools == [CALL, CALL]
+    with pytest.raises(BadRow, match="with tools that are no list of JSON schemas"):
+        read_conversation(row | {"tools": ["add(a, b)"]})

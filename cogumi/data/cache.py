@@ -33,6 +33,7 @@ from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.liveness import beat
 from cogumi.data.rows import (
+    OPTIONAL_FIELDS,
     RECORD_COLUMN,
     Dropped,
     KindsDiffer,
@@ -106,7 +107,8 @@ class Source:
     def batches(self, files: Sequence[Path] | None = None, records: bool = False) -> Iterator[pl.DataFrame]:
         """Iterate over the rows of all files, or of `files`, by field; `records` adds original rows if they are kept."""
         extra = {RECORD_COLUMN: ORIGINALS} if records and self.keeps_records else {}
-        for rows in batches(files or self.files, list(dict.fromkeys(self.columns.values())), bool(extra)):
+        optional = [self.columns[name] for name in OPTIONAL_FIELDS if name in self.columns]
+        for rows in batches(files or self.files, list(dict.fromkeys(self.columns.values())), bool(extra), optional):
             yield rows.select(**self.columns, **extra)
 
 
@@ -350,7 +352,8 @@ class ExamplesWriter:
         if not self.files:
             longer = any(reason.startswith("longer than") for reason in self.dropped)
             allow = ", or allow longer examples (of gspo: lower train.max_completion_length)" if longer else ""
-            raise UsageError(describe_counts(name, 0, self.dropped), fix=f"give other rows{allow}")
+            first = "".join(f" ({dropped.place}: {dropped.excerpt})" for dropped in [*self.dropped.values()][:1])
+            raise UsageError(describe_counts(name, 0, self.dropped) + first, fix=f"give other rows{allow}")
         for file, stream in self.files.items():
             stream.close()
             sync_path(self.directory / file)

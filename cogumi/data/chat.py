@@ -5,7 +5,7 @@ Shapes: OpenAI's `messages` (role, content), ShareGPT's `conversations` (from, v
 
 - A message's null fields are absent fields: templates test `'tool_calls' in message`. In tools and in the arguments of a
   call, which may be JSON text as OpenAI's API writes it, a null stays null; `rows.cells_of` removes those of Arrow.
-- Parts of text are joined. A row with a picture or a sound is dropped.
+- Parts of text are joined. A row with a picture or a sound, also in a column beside its messages, is dropped.
 - Consecutive turns of one role stay: the template decides whether that is a conversation.
 
 Templates write thoughts as `<think>...</think>` before the answer (Qwen3, DeepSeek-R1 and many others) or in gpt-oss's
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cogumi.core.errors import UsageError
-from cogumi.data.rows import BadRow, decode_cell
+from cogumi.data.rows import MEDIA, BadRow, decode_cell
 
 Message = dict[str, Any]
 Side = str | list[Message]
@@ -38,8 +38,9 @@ CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
 REPR = re.compile(r"\s*(?:array\()?\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-LEARN_KEYS = ("weight", "train", "loss")
-"""Keys by which OpenAI, axolotl and ms-swift say whether an assistant's turn is learned: 0 or false, 1 or true."""
+LEARN_KEYS = ("weight", "train", "loss", "loss_mask", "loss_weight", "loss_scale", "train_detail")
+"""Keys by which OpenAI, axolotl, ms-swift and others say whether a turn is learned: 0 or false, 1 or true. Parts drop it."""
+TEXT_PARTS = (None, "text", "input_text", "output_text")
 MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name"}
 MESSAGE_KEYS |= {*REASONING_KEYS, *LEARN_KEYS}
 
@@ -113,8 +114,7 @@ def _read_message(raw: Any) -> Message:
         raise BadRow("with a message of no known role", f"role {name!r}")
     # `function_call` is how OpenAI's API wrote one call before `tool_calls`.
     calls = raw.get("tool_calls") or ([raw["function_call"]] if raw.get("function_call") else None)
-    if calls and not isinstance(calls, list | tuple):
-        raise BadRow("with tool calls that are no list")
+    calls = calls and _read_list(calls, "with tool calls that are no list")
     if content is None and not calls:
         raise BadRow("with a message that has no content")
     message: Message = {"role": ROLES[role], "content": "" if content is None else _join_parts(content)}
@@ -160,7 +160,7 @@ def _join_parts(content: Any) -> str:
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) else part
-        if not isinstance(text, str):
+        if not isinstance(text, str) or (isinstance(part, Mapping) and part.get("type") not in TEXT_PARTS):
             raise BadRow("with a message that has parts other than text", f"part {part!r}")
         texts.append(text)
     return "".join(texts)
@@ -173,9 +173,9 @@ def _read_tool_call(raw: Any) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise BadRow("with a tool call that names no function")
     reason = "with tool-call arguments that are no JSON object"
-    arguments = {} if call.get("arguments") is None else call["arguments"]
+    arguments = call.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = _parse_json(arguments, reason)
+        arguments = _parse_json(arguments, reason) or {}
     if not isinstance(arguments, Mapping):
         raise BadRow(reason)
     result: dict[str, Any] = {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
@@ -186,10 +186,10 @@ def _read_tool_call(raw: Any) -> dict[str, Any]:
 
 def _read_tools(value: Any) -> list[dict[str, Any]] | None:
     """Return the JSON schemas of the tools in a cell, a list or its JSON text."""
-    if value is None or value in ("", b""):
+    if value is None or value in ("", b"", "null", "{}", {}):
         return None
     reason = "with tools that are no list of JSON schemas"
-    tools = _read_list(value, reason)
+    tools = [_parse_json(tool, reason) if isinstance(tool, str) else tool for tool in _read_list(value, reason)]
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise BadRow(reason)
     # `or None`: Llama's template mentions tools even for an empty list.
@@ -295,25 +295,41 @@ def is_missing_reasoning(row: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def _row_messages(row: dict[str, Any]) -> list[Message]:
-    """Return the messages of a chat row of any shape; Alpaca's input is put below the instruction.
+def _read_history(value: Any) -> list[Message]:
+    """Return the earlier turns of an Alpaca row, pairs of a question and its answer."""
+    reason = "whose `history` is no list of pairs of a question and its answer"
+    pairs = _read_list(value, reason) if value else []
+    if not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in pairs):
+        raise BadRow(reason, f"{value!r}")
+    return [{"role": role, "content": pair[at]} for pair in pairs for at, role in enumerate(("user", "assistant"))]
 
-    Raises BadRow also for a column `system` beside another system message.
-    """
+
+def _row_messages(row: dict[str, Any]) -> list[Message]:
+    """Return the messages of a chat row of any shape; Alpaca's input is put below the instruction."""
     if "instruction" not in row:
         messages = read_messages(row["messages"] if "messages" in row else row["conversations"])
     else:
         question = _read_text(row, "instruction")
         if row.get("input") is not None and (extra := _read_text(row, "input")).strip():
             question = f"{question}\n\n{extra}"
-        answer = {"role": "assistant", "content": _read_text(row, "output")}
-        messages = [{"role": "user", "content": question}, answer]
-    if row.get("system") is not None and (system := _read_text(row, "system")).strip():
-        if messages[0]["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": system}, *messages]
-        if messages[0]["content"].strip() != system.strip():
-            raise BadRow("with a system message beside another one in `system`", system)
-    return messages
+        messages = _read_history(row.get("history"))
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": _read_text(row, "output")}]
+    return _with_system(row, messages)
+
+
+def _with_system(row: Mapping[str, Any], prompt: Any) -> Any:
+    """Return the prompt with the row's system message. Raises BadRow for columns that cannot be shown with the prompt."""
+    if media := next((name for name in MEDIA if row.get(name) not in (None, "", b"", [], {})), None):
+        raise BadRow(f"with `{media}`, which are not read: the text alone would be learned")
+    if row.get("system") is None or not (system := _read_text(row, "system")).strip():
+        return prompt
+    if isinstance(prompt, str):
+        raise BadRow("with a system message, for which text has no place", system)
+    if prompt[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": system}, *prompt]
+    if prompt[0]["content"].strip() != system.strip():
+        raise BadRow("with a system message beside another one in `system`", system)
+    return prompt
 
 
 def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation:
@@ -341,12 +357,19 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise BadRow("with an empty answer")
-        return prompt, completion
-    questions, answers = _as_messages(prompt, "user"), _as_messages(completion, "assistant")
+        return _with_system(row, prompt), completion
+    questions = _as_messages(prompt, "user")
+    answers = _without_prompt(_as_messages(completion, "assistant"), questions)
+    questions = _with_system(row, questions)
     _last_turn(answers, "assistant")
     _refuse_empty_answers(answers)
     _refuse_context_turns(answers, "in a completion")
     return Conversation(questions + answers, _read_tools(row.get("tools")), len(questions))
+
+
+def _without_prompt(side: Any, prompt: list[Message]) -> Any:
+    """Return the answers of a side that repeats its prompt."""
+    return side[len(prompt) :] if side[: len(prompt)] == prompt else side
 
 
 def read_document(row: dict[str, Any]) -> str:
@@ -367,15 +390,22 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
     prompt: Side | None = _text_or_messages(row, "prompt") if row.get("prompt") is not None else None
     if isinstance(chosen, str) and isinstance(prompt, list):
         chosen, rejected = _as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")
-    elif isinstance(chosen, list) and isinstance(prompt, str):
-        # Both sides often repeat the prompt; the text is then the first question of the conversation.
-        prompt = _as_messages(prompt, "user") if chosen[0]["role"] == "assistant" else None
+    elif isinstance(chosen, list) and prompt is not None:
+        if isinstance(prompt, str) and chosen[0]["role"] != "assistant":
+            # Both sides often repeat the prompt; the text is then a part of the conversation.
+            if " ".join(prompt.split()) not in " ".join(" ".join(turn["content"] for turn in chosen).split()):
+                raise BadRow("whose `prompt` is not in the conversation in `chosen`", prompt)
+            prompt = None
+        else:
+            prompt = _as_messages(prompt, "user")
+            chosen, rejected = _without_prompt(chosen, prompt), _without_prompt(rejected, prompt)
     if prompt is None:
         length = _implicit_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
     if not prompt:
         column = "" if row.get("prompt") is not None else " (data.columns.prompt names its column)"
         raise BadRow(f"without a prompt{column}")
+    prompt = _with_system(row, prompt)
     for side in (chosen, rejected):
         if isinstance(side, str):
             if not side.strip():
@@ -424,7 +454,9 @@ def read_prompt(row: dict[str, Any]) -> Question:
     answer = None if completion is None else split_thought(text_of(completion))[1]
     prompt = _text_or_messages(row, "prompt")
     _refuse_empty_prompt(prompt)
-    return Question(prompt, answer, None if isinstance(prompt, str) else _read_tools(row.get("tools")))
+    return Question(
+        _with_system(row, prompt), answer, None if isinstance(prompt, str) else _read_tools(row.get("tools"))
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ thoughts

@@ -55,6 +55,7 @@ from cogumi.data.encoding import (
 from cogumi.data.fim import detect_fim_tokens, fim_prompts_chunk, fim_sft_chunk, read_controls
 from cogumi.data.literal import HIDDEN, HIDDEN_FIRST, OWN_FIRST, RESERVED, LiteralText, map_strings
 from cogumi.data.rows import (
+    MEDIA,
     RECORD_COLUMN,
     BadRow,
     Chunk,
@@ -77,10 +78,10 @@ FORMATS = {
 }
 FIELDS = {
     "fim": ("prefix", "suffix", "middle"),
-    "chat": ("messages", "conversations", "instruction", "input", "output", "system", "tools"),
-    "prompt_completion": ("prompt", "completion", "tools"),
+    "chat": ("messages", "conversations", "instruction", "input", "output", "system", "history", "tools", *MEDIA),
+    "prompt_completion": ("prompt", "completion", "system", "tools", *MEDIA),
     "text": ("text",),
-    "preference": ("prompt", "chosen", "rejected", "tools"),
+    "preference": ("prompt", "chosen", "rejected", "system", "tools", *MEDIA),
 }
 # The fields that make an example: the first of these that are all present.
 SHAPES: dict[str, list[tuple[str, ...]]] = {
@@ -93,9 +94,9 @@ SHAPES: dict[str, list[tuple[str, ...]]] = {
 OPTIONAL = {
     "messages": ("system",),
     "conversations": ("system",),
-    "instruction": ("input", "system"),
-    "chosen": ("prompt",),
-    "prompt": ("completion",),
+    "instruction": ("input", "system", "history"),
+    "chosen": ("prompt", "system"),
+    "prompt": ("completion", "system"),
 }
 REWARD_ARGUMENTS = (
     RECORD_COLUMN,
@@ -139,10 +140,13 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
     if shape is None:
         needed = options.column if format == "fim" else " or ".join(" and ".join(shape) for shape in shapes)
         how = "set data.column to one of them" if format == "fim" else "data.columns says which column is which"
+        others = (other for other in FORMATS[method] for needs in SHAPES[other] if set(needs) <= set(names))
+        if (other := next(others, "text")) != "text":  # of which a .txt file has the column
+            how = f"data.format: {other} reads them"
         fix = f"the data has {', '.join(names) or 'none'}: {how}"
         raise UsageError(f"{format} needs the columns {needed}", key="data.format", fix=fix)
-    tools = () if format in ("fim", "text") else ("tools",)
-    used = [*shape, *OPTIONAL.get(shape[0], ()), *tools, *rewarded_columns(options)]
+    beside = () if format in ("fim", "text") else ("tools", *MEDIA)
+    used = [*shape, *OPTIONAL.get(shape[0], ()), *beside, *rewarded_columns(options)]
     for name in options.columns:
         if name not in used:
             message = f"would be ignored: rows are made of {', '.join(shape)}"

@@ -33,6 +33,8 @@ T = TypeVar("T")
 V = TypeVar("V")
 EXCERPT = 80  # characters
 MESSAGE_KEYS = {"role", "content"}
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+OPTIONAL_FIELDS = ("system", "input", "history", "tools", *MEDIA)  # a file without such a column has nulls
 NO_OBJECT = "(JSON that is no object)"
 """The only key of the record of a JSON value that is no object, and of each of its cells."""
 
@@ -259,8 +261,8 @@ TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 """Types that JSON lacks: {marker key: (type, to JSON, from JSON)}."""
 
 
-def encode_table(rows: pl.DataFrame) -> list[str]:
-    """Encode each row of a table as the text of {column: cell}."""
+def encode_table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Encode each row of a table, {column: cell}, as text."""
 
     def with_type(value: Any) -> dict[str, Any]:
         for key, (kind, write, _) in TYPES.items():
@@ -268,7 +270,7 @@ def encode_table(rows: pl.DataFrame) -> list[str]:
                 return {key: write(value)}
         raise TypeError(f"{type(value).__name__} is no type of a cell")
 
-    return [TABLE_PREFIX + json.dumps(row, default=with_type) for row in rows.iter_rows(named=True)]
+    return [TABLE_PREFIX + json.dumps(row, default=with_type) for row in rows]
 
 
 def decode_value(text: str) -> Any:

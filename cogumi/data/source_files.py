@@ -17,7 +17,7 @@ from cogumi.core.errors import UsageError
 PARQUET, JSON_LINES, CSV, TEXT = "parquet", "JSON lines", "CSV", "text"
 SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
 SUFFIXES[TEXT] = (".txt", ".md")  # one document each
-COMPRESSED = (".gz", ".zst")  # of all others; a parquet file is compressed inside
+COMPRESSED = (".gz", ".zst", ".bz2")  # of all others; a parquet file is compressed inside
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -147,8 +147,8 @@ def _has_card(directory: Path) -> bool:
 
 def kind_of(file: Path) -> str | None:
     """Return PARQUET, JSON_LINES, CSV or TEXT by the suffix, or None."""
-    suffix = Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
-    return next((kind for kind, suffixes in SUFFIXES.items() if suffix in suffixes), None)
+    suffix = Path(file.stem).suffix if file.suffix.lower() in COMPRESSED else file.suffix
+    return next((kind for kind, suffixes in SUFFIXES.items() if suffix.lower() in suffixes), None)
 
 
 def is_hub_id(source: str) -> bool:

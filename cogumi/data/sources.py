@@ -1,29 +1,30 @@
 """Stream columns of parquet, JSON-lines and CSV files, and text files as one row each.
 
-A batch is about 8 MiB, whatever the size of the file. pyarrow reads parquet and CSV page by page through a small buffer.
+A batch is about 8 MiB, whatever the size of the file. pyarrow reads parquet page by page through a small buffer.
 JSON lines are parsed line by line: pyarrow, polars and `datasets` are faster, but give every record the keys of all others,
-turn integers into floats, and name no line of a broken file (`cogumi.data.rows` says why records must be exact).
+turn integers into floats, and name no line of a broken file (`cogumi.data.rows` says why records must be exact). So is CSV:
+where a quote is not closed, pyarrow makes one cell of the lines that follow.
 """
 
+import csv
 import io
 import json
 import re
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.data.rows import NO_OBJECT, encode_table
-from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, TEXT, kind_of
+from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, TEXT, kind_of, refuse_other_kinds
 
 BATCH_BYTES = 8 * 2**20
 """File data per batch. Tokenizing a batch takes about 50 times the memory of its text."""
@@ -43,43 +44,54 @@ Batch = tuple[pl.DataFrame, list[str] | None]
 
 
 def column_names(files: Sequence[Path]) -> list[str]:
-    """Return the columns of all files in order of appearance; of JSON lines those of the first batch."""
+    """Return the columns of all files in order of appearance; of JSON lines the keys of all."""
     names: dict[str, None] = {}
     for file in files:
         with _report_damage(file):
             columns: Iterable[str]
-            if kind_of(file) == JSON_LINES:
-                columns = _keys(next(_record_blocks(file), []))
-            elif kind_of(file) == CSV:
-                columns = _csv_reader(file, None).schema.names
+            if kind_of(file) in (JSON_LINES, CSV):
+                blocks = islice(_record_blocks(file), 1 if kind_of(file) == CSV else None)
+                columns = chain.from_iterable(map(_keys, blocks))
             elif kind_of(file) == TEXT:
                 columns = ["text"]
             else:
                 columns = pq.read_schema(file).names
-            names.update(dict.fromkeys(columns))
+            names.update((name, None) for name in columns)
+    if not names:
+        raise UsageError("it has no rows", place=files[0], fix="check what wrote it, or give another file")
     return list(names)
 
 
-def batches(files: Sequence[Path], columns: Sequence[str], originals: bool = False) -> Iterator[pl.DataFrame]:
+def batches(
+    files: Sequence[Path], columns: Sequence[str], originals: bool = False, optional: Sequence[str] = ()
+) -> Iterator[pl.DataFrame]:
     """Stream the named `columns` of all files as frames of about `BATCH_BYTES`, in file order.
 
     CSV columns are text, or binary where they are not UTF-8. A JSON-lines column that is not all text, booleans, integers
     or floats holds Python objects: the types of a frame would give every message the keys of all others. `originals` adds
-    the column ORIGINALS with the whole rows, encoded, for which all columns are decoded. Raises UsageError that names the
-    file, and the line of a JSON-lines file.
+    the column ORIGINALS with the whole rows, encoded, for which all columns are decoded. A file without one of the columns
+    `optional` has nulls. Raises UsageError that names the file, and the line of a JSON-lines or CSV file.
     """
-    readers = {JSON_LINES: _json_batches, CSV: _csv_batches, TEXT: _text_batches}
     for file in files:
         with _report_damage(file):
-            for rows, texts in readers.get(kind_of(file) or "", _parquet_batches)(file, columns, originals):
-                yield rows if texts is None else rows.with_columns(pl.Series(ORIGINALS, texts, dtype=pl.String))
+            if kind_of(file) in (JSON_LINES, CSV):
+                frames = _record_batches(file, columns, originals, optional)
+            else:
+                absent = set(optional).difference(column_names([file]) if optional else ())
+                read = _text_batches if kind_of(file) == TEXT else _parquet_batches
+                frames = read(file, [name for name in columns if name not in absent], originals)
+            for rows, texts in frames:
+                if texts is not None:
+                    rows = rows.with_columns(pl.Series(ORIGINALS, texts, dtype=pl.String))
+                yield rows.with_columns(pl.lit(None).alias(name) for name in columns if name not in rows.columns)
 
 
 @contextmanager
 def _report_damage(file: Path) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, pl.exceptions.PolarsError, OSError) as error:
+    except (pa.ArrowException, pl.exceptions.PolarsError, OSError, UnicodeError) as error:
+        refuse_other_kinds(str(file), [file.name])
         message = f"not a {kind_of(file) or PARQUET} file, or a damaged one ({_first_line(error)})"
         raise UsageError(message, place=file, fix="write or download it again") from error
 
@@ -113,17 +125,21 @@ def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Ite
         for batch in parquet.iter_batches(batch_rows, columns=read, use_threads=False):
             rows = pl.DataFrame(pa.Table.from_batches([batch]))
             frame = rows.select(columns).with_columns(pl.col(dictionary_encoded).cast(pl.String))
-            yield frame, encode_table(rows) if originals else None
+            yield frame, encode_table(rows.iter_rows(named=True)) if originals else None
 
 
-def _json_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[Batch]:
+def _record_batches(file: Path, columns: Sequence[str], originals: bool, optional: Sequence[str]) -> Iterator[Batch]:
     seen: dict[str, None] = {}
     for block in _record_blocks(file):
         seen.update(dict.fromkeys(_keys(block)))
         frame = pl.DataFrame([_series(column, [_cell(record, column) for record in block]) for column in columns])
-        yield frame, list(map(json.dumps, block)) if originals else None
+        if kind_of(file) == CSV and originals:
+            cells = ({name: _text_or_bytes(_as_bytes(cell)) for name, cell in record.items()} for record in block)
+            yield frame, encode_table(cells)
+        else:
+            yield frame, list(map(json.dumps, block)) if originals else None
     if seen:
-        _refuse_missing_columns(file, columns, seen)
+        _refuse_missing_columns(file, [name for name in columns if name not in optional], seen)
 
 
 def _keys(records: Iterable[dict[str, Any]]) -> Iterator[str]:
@@ -138,7 +154,7 @@ def _cell(record: dict[str, Any], column: str) -> Any:
 def _record_blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
     """Iterate over the objects of about BATCH_BYTES of a file: one a line, the items of an array, or over several lines.
 
-    Blank lines are skipped. Another JSON value than an object is {NO_OBJECT: value}.
+    Blank lines are skipped. Another JSON value than an object is {NO_OBJECT: value}. A row of a CSV file is {name: cell}.
     """
     if file.stat().st_size == 0:
         raise UsageError("it is empty", place=file, fix="check what wrote it, or give another file")
@@ -147,7 +163,8 @@ def _record_blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
     with io.BufferedReader(pa.input_stream(str(file), compression="detect"), BUFFER_BYTES) as raw:
         # Bytes that are not UTF-8 become lone surrogates, which `_series` turns back into those bytes.
         encoding = json.detect_encoding(raw.peek(4)[:4])
-        for record, length in _records(file, io.TextIOWrapper(raw, encoding, "surrogateescape", newline="\n")):
+        read, newline = (_csv_records, "") if kind_of(file) == CSV else (_records, "\n")
+        for record, length in read(file, io.TextIOWrapper(raw, encoding, "surrogateescape", newline=newline)):
             records.append(record)
             size += length
             if size >= BATCH_BYTES or len(records) == MOST_ROWS:
@@ -234,7 +251,7 @@ def _series(name: str, values: list[Any]) -> pl.Series:
         try:
             return pl.Series(name, values, dtype=pl.String)
         except UnicodeEncodeError:
-            encoded = [value if value is None else value.encode("utf-8", "surrogatepass") for value in values]
+            encoded = [value if value is None else _as_bytes(value) for value in values]
             return pl.Series(name, encoded, dtype=pl.Binary)
     if kinds in ({bool}, {float}):
         return pl.Series(name, values)
@@ -247,43 +264,30 @@ def _series(name: str, values: list[Any]) -> pl.Series:
         try:
             text.encode()
         except UnicodeEncodeError:
-            return text.encode("utf-8", "surrogatepass")
+            return _as_bytes(text)
         return value
 
     return pl.Series(name, list(map(without_surrogates, values)), dtype=pl.Object)
 
 
-def _csv_reader(file: Path, columns: Sequence[str] | None) -> pyarrow.csv.CSVStreamingReader:
-    # Without types every column is guessed from the first block, and a guess of numbers rejects text later.
-    types = {name: pa.binary() for name in columns or ()}
-    with pa.input_stream(str(file), compression="detect") as start:
-        guess = json.detect_encoding(start.read(4))
-    encoding = guess if guess.startswith("utf-16") else "utf8"
-    return pyarrow.csv.open_csv(
-        pa.input_stream(str(file), compression="detect"),
-        pyarrow.csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False, encoding=encoding),
-        pyarrow.csv.ParseOptions(delimiter="\t" if ".tsv" in file.suffixes[-2:] else ",", newlines_in_values=True),
-        pyarrow.csv.ConvertOptions(column_types=types, include_columns=columns, strings_can_be_null=False),
-    )
-
-
-def _csv_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[Batch]:
-    names = _csv_reader(file, None).schema.names
-    _refuse_missing_columns(file, columns, names)
-    for batch in _csv_reader(file, list(dict.fromkeys(names)) if originals else columns):
-        series = []
-        for name, values in zip(batch.schema.names, batch.columns, strict=True):
-            try:
-                series.append(pl.Series(name, values.cast(pa.large_string())))
-            except pa.ArrowInvalid:  # not UTF-8
-                series.append(pl.Series(name, values, dtype=pl.Binary))
-        rows = pl.DataFrame(series)
-        # Columns that are not UTF-8, cell by cell: text, or bytes.
-        binary = {
-            column.name: map(_text_or_bytes, column) for column in rows if originals and column.dtype == pl.Binary
-        }
-        cells = [pl.Series(name, list(values), dtype=pl.Object) for name, values in binary.items()]
-        yield rows.select(columns), encode_table(rows.with_columns(cells)) if originals else None
+def _csv_records(file: Path, lines: io.TextIOWrapper) -> Iterator[tuple[dict[str, Any], int]]:
+    """Iterate over (record, characters) of the rows below the header."""
+    names: list[str] = []
+    number = 1
+    csv.field_size_limit(MOST_VALUE)
+    rows = csv.reader(lines, delimiter="\t" if ".tsv" in file.name.lower() else ",", strict=True)
+    try:
+        for cells in filter(None, rows):
+            if names and len(cells) != len(names):
+                raise csv.Error(f"a row of {len(cells)} cells below {len(names)} columns")
+            if names:
+                yield dict(zip(names, cells, strict=True)), sum(map(len, cells))
+            elif twice := [name for name in cells if name and cells.count(name) > 1]:
+                raise csv.Error(f"two columns {twice[0]!r}")
+            names, number = names or cells, rows.line_num + 1
+    except csv.Error as error:
+        fix = "close all quotes, double those inside of others, and name each column once; or write JSON lines"
+        raise UsageError(f"not CSV ({error})", place=f"{file}:{number}", fix=fix) from None
 
 
 def _text_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[Batch]:
@@ -294,8 +298,18 @@ def _text_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterat
     if len(content) > MOST_VALUE:
         message = f"a document of more than {MOST_VALUE:,} bytes"
         raise UsageError(message, place=file, fix="split it, or write JSON lines with a document in each")
+    if content.startswith((BOM_UTF16_BE, BOM_UTF16_LE)):
+        content = content.decode("utf-16").encode()
     rows = pl.DataFrame({"text": [_text_or_bytes(content.removeprefix(BOM_UTF8))]})
-    yield rows.select(columns), encode_table(rows) if originals else None
+    yield rows.select(columns), encode_table(rows.iter_rows(named=True)) if originals else None
+
+
+def _as_bytes(text: str) -> bytes:
+    """Return the bytes that were read as this text, or those of half a surrogate pair: neither is UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
 
 
 def _text_or_bytes(value: bytes) -> str | bytes:

@@ -201,6 +201,12 @@ def sources_of(
             fim=fim,
         )
         names = column_names(files)  # whose errors name the file
+        if (
+            run.cogumi.method == "gspo"
+            and format != "fim"
+            and "answer" in set(names).difference(options.columns.values())
+        ):
+            options = replace(options, columns={"answer": "answer", **options.columns})
         try:
             columns = columns_for(options, names)
         except UsageError as error:
@@ -232,8 +238,7 @@ def unused_parts(source: Source, names: Sequence[str]) -> list[str]:
     unused = [name for name in names if name not in source.columns.values()]
     has_answers = {"output", "completion", *CHATS} & source.columns.keys()
     for name in sorted(KTO_LABELS.intersection(unused)) if has_answers else ():
-        files = [file for file in source.files if name in column_names([file])]
-        cells = ({str(cell).lower() for cell in rows[name]} for rows in batches(files, [name]))
+        cells = ({str(cell).lower() for cell in rows[name]} for rows in batches(source.files, [name], optional=[name]))
         if any("false" in values for values in takewhile(TRUTHS.issuperset, cells)):
             message = f"answers whose column {name!r} is false are bad ones (KTO), and would be learned"
             fix = "leave these rows out, pair good and bad ones as chosen and rejected, or give the column another name"

@@ -1,0 +1,210 @@
+"""No row is learned otherwise than it reads: the truth is rendered here with the tokenizer's own template."""
+
+import bz2
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from cogumi.config.schema import load_config
+from cogumi.core.errors import UsageError
+from cogumi.data import sources
+from cogumi.methods.examples import Examples, prepare_examples
+from tests.builders import run_config
+from tests.chat_tokenizers import ask, chat_tokenizer, say, turn
+from tests.test_data_leaks import write_lines
+
+Row = dict[str, Any]
+CHAT = [ask("2 + 3?"), say("5.")]
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
+PAIR = {"chosen": [say("good")], "rejected": [say("bad")]}
+
+
+def examples(source: Path | str, format: Any = "chat", method: Any = "sft", **data: Any) -> Examples:
+    section = {"format": format, "eval_rows": 0} | data
+    ours = {"rewards": ["final_number"]} if method == "gspo" else {}
+    home = Path(source).parent
+    config = run_config(method, home, source, home / "run", data_section=section, cogumi=ours)
+    return prepare_examples(load_config(config), chat_tokenizer("qwen3"))
+
+
+def rows_of(home: Path, rows: list[Row], format: Any = "chat", method: Any = "sft", **data: Any) -> Examples:
+    return examples(write_lines(home / "rows.jsonl", rows), format, method, **data)
+
+
+def rendered(messages: list[Row], tools: Any = None) -> list[int]:
+    ids = chat_tokenizer("qwen3").apply_chat_template(messages, tools=tools, return_dict=False)
+    return list(ids)
+
+
+def ids_of(found: Examples) -> list[list[int]]:
+    return [list(row["input_ids"]) for row in found.train.dataset]
+
+
+def refusal(*args: Any, **options: Any) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        rows_of(*args, **options)
+    return caught.value
+
+
+def test_keys_that_only_late_rows_have_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MOST_ROWS", 2)
+    plain = [{"messages": [ask(f"{number}?"), say("a")]} for number in range(4)]
+    found = rows_of(tmp_path, [*plain, {"messages": CHAT, "system": "Be brief.", "tools": [TOOL]}])
+    assert rendered([turn("system", "Be brief."), *CHAT], [TOOL]) in ids_of(found)
+    alpaca = [{"instruction": f"{number}?", "output": "a"} for number in range(4)]
+    found = rows_of(tmp_path, [*alpaca, {"instruction": "Add.", "input": "2 3", "output": "5."}])
+    assert rendered([ask("Add.\n\n2 3"), say("5.")]) in ids_of(found)
+    assert "(KTO)" in refusal(tmp_path, [*plain, {"messages": CHAT, "label": False}]).message
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_a_file_without_a_column_that_no_row_needs(tmp_path: Path, suffix: str) -> None:
+    for name, row in (
+        ("a", {"instruction": "q", "output": "a", "system": "S"}),
+        ("b", {"instruction": "r", "output": "b"}),
+    ):
+        frame, file = pl.DataFrame([row]), tmp_path / f"{name}.{suffix}"
+        {"jsonl": frame.write_ndjson, "parquet": frame.write_parquet, "csv": frame.write_csv}[suffix](file)
+    shown = [turn("system", "S"), ask("q"), say("a")], [ask("r"), say("b")]
+    assert sorted(ids_of(examples(f"{tmp_path}/*.{suffix}"))) == sorted(map(rendered, shown))
+    pl.DataFrame([{"output": "b"}]).write_parquet(tmp_path / "c.parquet")
+    if suffix == "parquet":
+        with pytest.raises(UsageError, match=r"c\.parquet: no column 'instruction'"):
+            examples(f"{tmp_path}/*.parquet")
+
+
+def test_earlier_turns_of_an_alpaca_row(tmp_path: Path) -> None:
+    row = {"instruction": "And 1 more?", "output": "6.", "history": [["2 + 3?", "5."]]}
+    expected = rendered([*CHAT, ask("And 1 more?"), say("6.")])
+    for history in (row["history"], json.dumps(row["history"])):
+        assert expected in ids_of(rows_of(tmp_path, [row | {"history": history}]))
+    found = rows_of(tmp_path, [row | {"history": empty} for empty in ([], None, "", "[]")])
+    assert ids_of(found) == [rendered([ask("And 1 more?"), say("6.")])] * 4
+    for history in ([["2 + 3?"]], ["2 + 3?", "5."], {"a": "b"}, [[1, 2]]):
+        assert "whose `history` is no list of pairs" in refusal(tmp_path, [row | {"history": history}]).message
+
+
+@pytest.mark.parametrize(
+    ("format", "method", "row"),
+    [
+        ("chat", "sft", {"messages": CHAT}),
+        ("chat", "gspo", {"messages": CHAT}),
+        ("prompt_completion", "sft", {"prompt": "q", "completion": "a"}),
+        ("prompt_completion", "gspo", {"prompt": CHAT[:1]}),
+        ("preference", "dpo", {"prompt": CHAT[:1], **PAIR}),
+    ],
+)
+def test_pictures_beside_the_messages_drop_a_row(tmp_path: Path, format: Any, method: Any, row: Row) -> None:
+    found = rows_of(tmp_path, [row | {"images": ["cat.png"]}, row | {"images": []}, row], format, method)
+    assert len(found.train.dataset) == 2
+    (reason,) = found.train.dropped
+    assert reason.startswith("with `images`, which are not read")
+
+
+@pytest.mark.parametrize("shape", ["completion", "pair", "rollout"])
+def test_a_system_column_beside_a_prompt(tmp_path: Path, shape: str) -> None:
+    told, question = {"system": "Be brief."}, [turn("system", "Be brief."), ask("q")]
+    if shape == "completion":
+        (ids,) = ids_of(rows_of(tmp_path, [told | {"prompt": [ask("q")], "completion": "a"}], "prompt_completion"))
+        assert ids == rendered([*question, say("a")])
+        text: tuple[Any, ...] = ([told | {"prompt": "q", "completion": "a"}], "prompt_completion")
+    elif shape == "pair":
+        (pair,) = rows_of(tmp_path, [told | {"prompt": [ask("q")], **PAIR}], "preference", "dpo").train.dataset
+        assert pair["prompt_ids"] + pair["chosen_ids"] == rendered([*question, say("good")])
+        assert pair["prompt_ids"] + pair["rejected_ids"] == rendered([*question, say("bad")])
+        text = ([told | {"prompt": "q", "chosen": "a", "rejected": "b"}], "preference", "dpo")
+    else:
+        (row,) = rows_of(tmp_path, [told | {"prompt": [ask("q")]}], "prompt_completion", "gspo").train.dataset
+        assert row["prompt"] == question
+        text = ([told | {"prompt": "q"}], "prompt_completion", "gspo")
+    assert "with a system message, for which text has no place (row 1: Be brief.)" in refusal(tmp_path, *text).message
+
+
+@pytest.mark.parametrize(("format", "row"), [("chat", {"messages": CHAT}), ("prompt_completion", {"prompt": "q"})])
+def test_a_column_answer_is_what_the_rewards_get(tmp_path: Path, format: Any, row: Row) -> None:
+    (found,) = rows_of(tmp_path, [row | {"answer": 5}], format, "gspo").train.dataset
+    assert found["answer"] == 5
+    row |= {"completion": "by hand"} if format == "prompt_completion" else {}
+    (found,) = rows_of(
+        tmp_path, [row | {"answer": "x", "gold": 7}], format, "gspo", columns={"answer": "gold"}
+    ).train.dataset
+    assert found["answer"] == 7
+
+
+def test_sides_that_repeat_a_prompt_of_messages(tmp_path: Path) -> None:
+    prompt = [*CHAT, ask("And 1 more?")]
+    whole = {"prompt": prompt, **{side: [*prompt, *answer] for side, answer in PAIR.items()}}
+    (pair,) = rows_of(tmp_path, [whole], "preference", "dpo").train.dataset
+    for side, answer in PAIR.items():
+        assert pair["prompt_ids"] + pair[f"{side}_ids"] == rendered([*prompt, *answer])
+    found = rows_of(tmp_path, [{"prompt": prompt, "completion": [*prompt, say("6.")]}], "prompt_completion")
+    assert ids_of(found) == [rendered([*prompt, say("6.")])]
+
+
+def test_a_prompt_that_is_not_in_the_conversation_drops_the_row(tmp_path: Path) -> None:
+    sides = {side: [turn("system", "S"), *CHAT, ask("And?"), *answer] for side, answer in PAIR.items()}
+    for prompt in ("2 + 3?", " And?\n", "S 2 + 3?"):
+        assert len(rows_of(tmp_path, [{"prompt": prompt, **sides}], "preference", "dpo").train.dataset) == 1
+    message = refusal(tmp_path, [{"prompt": "Read this first. 2 + 3?", **sides}], "preference", "dpo").message
+    assert "`prompt` is not in the conversation in `chosen` (row 1: Read this first. 2 + 3?)" in message
+
+
+def test_another_format_is_named_where_it_reads_the_columns(tmp_path: Path) -> None:
+    assert "data.format: chat reads them" in str(refusal(tmp_path, [{"messages": CHAT}], "fim"))
+    row = {"prompt": "q", "completion": "a"}
+    assert "data.format: prompt_completion reads them" in str(refusal(tmp_path, [row], "chat"))
+    assert "data.columns says which column is which" in str(refusal(tmp_path, [{"text": "t"}], "chat"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "\n\n"])
+def test_a_file_without_rows_is_named_as_that(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(UsageError, match=r"rows\.json: it (is empty|has no rows)"):
+        examples(tmp_path / "rows.json")
+
+
+HEADER = "prompt,completion\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (HEADER + "a,b\n" + 'c,"d\ne,f\ng,h\n', 3),  # not closed: what follows would be the cell
+        (HEADER + '"say \\"hi\\"",ok\n', 2),  # as Spark writes it
+        (HEADER + '"Hello" he said,ok\n', 2),
+        (HEADER + "a,b\nc\n", 3),
+        ("prompt,completion,prompt\na,b,c\n", 1),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["csv", "TSV", "csv.bz2"])
+def test_csv_that_reads_in_two_ways_is_named_by_its_line(tmp_path: Path, text: str, line: int, suffix: str) -> None:
+    file = tmp_path / f"rows.{suffix}"
+    content = text.replace(",", "\t" if suffix == "TSV" else ",").encode()
+    file.write_bytes(bz2.compress(content) if suffix.endswith("bz2") else content)
+    with pytest.raises(UsageError) as caught:
+        examples(file, "prompt_completion")
+    assert caught.value.place == f"{file}:{line}"
+    assert caught.value.fix
+
+
+def test_quotes_and_lines_of_csv_are_those_of_the_file(tmp_path: Path) -> None:
+    rows = [{"prompt": 'a "b", c\r\nd', "completion": ' 5" e'}, {"prompt": "\ufeffx\x00", "completion": "é\u2028"}]
+    pl.DataFrame(rows).write_csv(tmp_path / "rows.csv")
+    frame = pl.concat(sources.batches([tmp_path / "rows.csv"], ["prompt", "completion"]))
+    assert frame.to_dicts() == rows
+
+
+def test_files_of_other_kinds_and_encodings(tmp_path: Path) -> None:
+    (tmp_path / "rows.xlsx").write_bytes(b"PK")
+    with pytest.raises(UsageError, match=r"rows\.xlsx is of a kind that is not read \(\.parquet, .*convert it"):
+        examples(tmp_path / "rows.xlsx")
+    (tmp_path / "cut.csv").write_bytes((HEADER + "a,b\n").encode("utf-16")[:-1])
+    with pytest.raises(UsageError, match=r"cut\.csv: not a CSV file, or a damaged one"):
+        examples(tmp_path / "cut.csv", "prompt_completion")
+    (tmp_path / "note.txt").write_bytes("hello wörld".encode("utf-16"))
+    (row,) = examples(tmp_path / "note.txt", "text").train.dataset
+    tokenizer = chat_tokenizer("qwen3")
+    assert row["input_ids"] == tokenizer("hello wörld" + tokenizer.eos_token)["input_ids"]
