@@ -325,12 +325,21 @@ def test_refuses_a_module_trained_whole_that_is_stored_with_others(
         merge_adapter(adapter, tmp_path / "out", base=layout_bases["chunked"], progress=False)
 
 
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"modules_to_save": ["embed_tokens", "input_layernorm"]},
+        {"trainable_token_indices": [3, 250]},
+        {"target_modules": ["embed_tokens"]},
+    ],
+)
 def test_an_adapter_with_the_names_of_an_older_transformers_merges_alike(
-    layout_bases: dict[str, Path], tmp_path: Path
+    lora: dict[str, Any], layout_bases: dict[str, Path], tmp_path: Path
 ) -> None:
     """Modules are named as the checkpoint still names them; the layers of today have other names."""
     base = layout_bases["renamed-tied"]
-    adapter = train_adapter(base, tmp_path / "adapter", target_modules=LANGUAGE)
+    adapter = train_adapter(base, tmp_path / "adapter", **{"target_modules": LANGUAGE} | lora)
     merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
     factors = load_file(adapter / "adapter_model.safetensors")
     names = ("base_model.model.model.language_model.", "base_model.model.language_model.model.")

@@ -139,8 +139,15 @@ def resolve_adapter(path: Path) -> Adapter:
         if not path.exists() and is_hub_id(str(path)):
             fix += f"; one of the hub comes by: hf download {path} --local-dir {path.name}"
         raise UsageError(f"adapter {path} {problem}", fix=fix)
-    config = {"peft_type": "LORA"} | read_json(path / "adapter_config.json")  # Tinker leaves it out
-    refuse_unsupported(path, config)
+    stored = {"peft_type": "LORA"} | read_json(path / "adapter_config.json")  # Tinker leaves it out
+    refuse_unsupported(path, stored)
+    patterns: Any = {key: stored[key] or {} for key in ("rank_pattern", "alpha_pattern") if key in stored}
+    if len(patterns) == 2 and all(patterns.values()) and "layers_pattern" in stored and "lora_bias" not in stored:
+        # PEFT up to 0.13, without lora_bias, took a module's rank and alpha by one key: the first of both that matches.
+        defaults = {"rank_pattern": stored["r"], "alpha_pattern": stored["lora_alpha"]}
+        keys = [*patterns["rank_pattern"], *patterns["alpha_pattern"]]
+        patterns = {name: {key: patterns[name].get(key, default) for key in keys} for name, default in defaults.items()}
+    config = stored | patterns
     files = weight_files(path)
     spans = [span for file in files for span in read_shard(file).spans]
     standard = {span.name: standard_name(span.name) for span in spans}
@@ -149,7 +156,7 @@ def resolve_adapter(path: Path) -> Adapter:
         raise UsageError(problem, fix="save one adapter in a directory of its own")
     adapter = Adapter(path, config, (), directory=path)
     is_stacked = any(len(s.shape) == 3 and ".experts." in s.name and FACTOR.fullmatch(standard[s.name]) for s in spans)
-    if len(files) > 1 or is_stacked or any(name != other for name, other in standard.items()):
+    if len(files) > 1 or is_stacked or config != stored or any(name != other for name, other in standard.items()):
         tensors = {standard[name]: tensor for file in files for name, tensor in load_file(file).items()}
         adapter = adapter.rewritten(split_experts(tensors), config)
     return replace(adapter, spans=read_factors(adapter))
@@ -267,7 +274,7 @@ def read_factors(adapter: Adapter) -> tuple[Span, ...]:
                 raise UsageError(problem, fix="save it with save_pretrained")
             tensor = weights.get_tensor(name)
             if tensor.dtype not in FLOAT_DTYPES.values():
-                raise UsageError(f"adapter {path}: {name} is {tensor.dtype}, which no adapter is trained in")
+                raise UsageError(f"adapter {path}: {name} is {tensor.dtype}", fix="convert it to float32")
             if not bool(torch.isfinite(tensor).all()):
                 raise UsageError(f"adapter {path}: {name} holds NaN or infinity", fix="take an earlier checkpoint")
             if factor := FACTOR.fullmatch(name):

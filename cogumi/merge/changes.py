@@ -9,30 +9,29 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, leading_rows_equal
-from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, Adapter, as_written
+from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, Adapter
 from cogumi.merge.bases import Base
-from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, trained_class
+from cogumi.merge.foreign_adapters import add_layers
+from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, head_classes, trained_class
 from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features
 
 
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: Any = None) -> Changes:
     """Return every change of an adapter; each key is used once or refused. lora: its LoraConfig, if not on the disk yet."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
-    model = meta_model(*trained_class(base, adapter))  # PEFT changes it, so each adapter gets its own
+    model = meta_model(*(trained := trained_class(base, adapter)))  # PEFT changes it, so each adapter gets its own
     spans = {span.name: span for span in adapter.spans}
     changes = Changes(vocabulary=resize_vocabulary(model, spans))
     config = copy.deepcopy(lora) or LoraConfig.from_pretrained(str(adapter.directory))
-    config.init_lora_weights = True  # how A and B began no longer matters
     config.base_model_name_or_path = None  # PEFT would warn of every base that is not at the recorded place
-    try:
-        layers = get_peft_model(model, config, low_cpu_mem_usage=True)
-    except (ValueError, TypeError) as error:  # no target module found; a setting that PEFT does not have
-        raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
+    layers = add_layers(adapter, base, model, config)
     expected = check_keys(adapter, base, spans, layers)
+    if adapter.config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS") and trained[1] not in head_classes(trained[0]):
+        fix = "save it again with its head, or, if it was trained on text, set its task_type to CAUSAL_LM"
+        raise adapter.refused(f"neither it nor base {base.name} has the head for labels of its task_type", fix)
     collector = LayerChanges(adapter, base, spans)
     for name, module in layers.get_base_model().named_modules():
         collector.add_module(name, module)
@@ -70,8 +69,6 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
         task, fix = adapter.config.get("task_type"), OTHER_BASE
         if task not in (None, "CAUSAL_LM"):
             fix = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
-        elif f"{key.removeprefix(PREFIX).partition('.lora_')[0]}.weight" in base.tensors:
-            fix = f"it names layers as another transformers did: {as_written(adapter.config)}"
         raise adapter.refused(message, fix=fix)
     for key in sorted(expected.keys() - spans.keys()):
         raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)
@@ -140,6 +137,10 @@ class LayerChanges:
                 self.add(f"{parameter}.{part}", Change(whole=self.spans[f"{key}.{part}"]), f"{key}.{part}")
         elif isinstance(module, TrainableTokensWrapper):
             layer = module.token_adapter
+            weight: Any = layer.get_base_layer().weight
+            if beyond := {*layer.token_indices["default"]} - {*range(len(weight))}:
+                problem = f"trainable_token_indices has {min(beyond)}, and {parameter} has {len(weight)} rows"
+                raise self.adapter.refused(problem, fix=BOTH_SIDES)
             if layer.tied_adapter is None:
                 delta = f"{key}.token_adapter.trainable_tokens_delta"
                 self.tokens[id(layer)] = Rows(self.adapter.weights, delta, tuple(layer.token_indices["default"]))

@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import FACTOR, OTHER_BASE, PREFIX, Adapter, as_written, read_base_record
 from cogumi.merge.bases import Base
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, read_layout
-from cogumi.merge.parameter_map import candidate_classes, renamed_tensors, weight_converters
+from cogumi.merge.parameter_map import OWN_PART, candidate_classes, renamed_tensors, weight_converters
 from cogumi.models.base import meta_model
-from cogumi.patches.trl_internals import swaps_features
+from cogumi.patches.trl_internals import swaps_features, targets_as_named
 
 EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 # Layers of single experts where even the checkpoint has a stack: of unsloth's gpt-oss in 4 bits, and of Tinker.
@@ -63,16 +64,46 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
 
     Raises UsageError for an adapter of which more than one reading, or none, fits the base.
     """
-    modules = {match["module"] for span in adapter.spans if (match := FACTOR.fullmatch(span.name))}
-    modules = {module.removeprefix(PREFIX) for module in modules}
+    factors = {module_of(span.name) for span in adapter.spans if FACTOR.fullmatch(span.name)}
+    modules = factors | {module_of(span.name) for span in adapter.spans}
     renamed, experts, model = locate_modules(modules, base.model_config)
-    has_stacks = adapter.config.get("target_parameters")
-    is_unnamed = adapter.config.get("target_modules") in (None, "all-linear") and not has_stacks
-    if renamed or experts or (modules and is_unnamed):
+    kinds, has_stacks = dict(model.named_modules()), adapter.config.get("target_parameters")
+    is_unnamed = adapter.config.get("target_modules") in (None, "all-linear")
+    has_routers = any(target_of(kinds, module).endswith(".weight") for module in factors)
+    if renamed or experts or (factors and not has_stacks and (is_unnamed or has_routers)):
         adapter = with_model_names(adapter, base, model, renamed, experts)
-    if not has_stacks or experts:
+    if has_stacks and not experts:
+        adapter = with_installed_order(adapter, base, model, expert_layout)
+    return with_scaled_embeddings(adapter, kinds)
+
+
+def module_of(key: str) -> str:
+    """Return the module of a tensor in an adapter's file."""
+    return OWN_PART.sub("", key).removeprefix(PREFIX)
+
+
+def target_of(kinds: Mapping[str, Any], module: str) -> str:
+    """Return what PEFT targets for factors of a module: it, or the matrix of a router, a layer up to transformers 4; else ""."""
+    from transformers.pytorch_utils import Conv1D
+
+    if getattr(getattr(kinds.get(module), "weight", None), "ndim", 0) != 2:
+        return ""  # of a stack of experts
+    return module if isinstance(kinds[module], nn.Linear | nn.Embedding | Conv1D) else f"{module}.weight"
+
+
+def with_scaled_embeddings(adapter: Adapter, kinds: Mapping[str, Any]) -> Adapter:
+    """Divide updates of Gemma 3's embeddings by the scale that PEFT up to 0.17 left out; others scaled in the model then."""
+    layers = {name: kind for name, kind in kinds.items() if stack_family(kind) in ("gemma3", "gemma3n")}
+    scales = {span.name: getattr(layers.get(module_of(span.name)), "scalar_embed_scale", 1) for span in adapter.spans}
+    keys = [key for key, scale in scales.items() if scale != 1 and re.search("lora_|trainable_tokens", key)]
+    if adapter.config.get("peft_version") or not keys:
         return adapter
-    return with_installed_order(adapter, base, model, expert_layout)
+    if wrong := [key for key in keys if "lora_embedding_" not in key]:
+        problem = f"PEFT up to 0.17 trained {wrong[0]} without the embedding's scale of {scales[wrong[0]]:g}"
+        raise adapter.refused(f"{problem}, which no weights do", fix=as_written(adapter.config))
+    tensors = load_file(adapter.weights)
+    tensors |= {key: tensors[key].double() / scales[key] for key in keys if "lora_embedding_B" in key}
+    return adapter.rewritten(tensors, adapter.config, "embedding's update divided by its scale (PEFT up to 0.17)")
 
 
 def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str, ...]], list[Expert], Any]:
@@ -84,7 +115,7 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
     for kind in candidate_classes(config):
         model = meta_model(config, kind)
         known = {name for name, _ in model.named_modules()}
-        unknown = {module for module in modules if module.replace(".base_layer", "") not in known}
+        unknown = modules - known
         parameters = {name for name, _ in model.named_parameters()}
         renamed: dict[str, tuple[str, ...]] = {}
         found: dict[str, Expert] = {}
@@ -185,11 +216,9 @@ def with_model_names(
     tensors = load_file(adapter.weights)
     of_experts = {expert.module for expert in experts}
     kinds = dict(model.named_modules())
-    out, scalings = {}, {}  # scalings: module or stack -> (rank, alpha)
-    modules = set()
+    out, scalings = {}, {}  # scalings: module, router's matrix or stack -> (rank, alpha)
     for name, tensor in tensors.items():
-        match = FACTOR.fullmatch(name)
-        module = (match["module"] if match else name.rpartition(".lora_")[0]).removeprefix(PREFIX)
+        match, module = FACTOR.fullmatch(name), module_of(name)
         if module in of_experts:
             if match is None:
                 raise adapter.refused(f"{name} is of a kind that no expert has", fix="only lora_A and lora_B merge")
@@ -202,10 +231,8 @@ def with_model_names(
             raise adapter.refused(problem, fix=OTHER_BASE)
         for target, part in zip(targets, tensor.split(heights) * (len(targets) if is_a else 1), strict=False):
             out[name.replace(f"{PREFIX}{module}", f"{PREFIX}{target}", 1)] = part.clone()
-            is_matrix = getattr(getattr(kinds.get(target), "weight", None), "ndim", 0) == 2
-            if is_a and is_matrix:  # a stack of experts is none
-                modules.add(target)
-                scalings[target] = len(tensor), scaling_of(config, module) * len(tensor)
+            if is_a and (matrix := target_of(kinds, target)):
+                scalings[matrix] = len(tensor), scaling_of(config, module) * len(tensor)
     stacks: dict[str, list[Expert]] = defaultdict(list)
     for expert in experts:
         stacks[expert.parameter].append(expert)
@@ -214,14 +241,14 @@ def with_model_names(
         a, b, scaling = stack_factors(adapter, members, tensors, parameters[parameter].shape)
         if parameters[parameter].ndim == 2:
             module = parameter.removesuffix(".weight")
-            modules.add(module)
             out |= {f"{PREFIX}{module}.lora_A.weight": a[0], f"{PREFIX}{module}.lora_B.weight": b[0]}
             scalings[module] = a.shape[1], scaling * a.shape[1]
             continue
         factors[parameter] = a, b
         scalings[parameter] = a.shape[1], scaling * a.shape[1]
     config = {key: value for key, value in config.items() if not key.startswith(("layers_", "exclude_"))}
-    config["target_modules"] = sorted(modules)
+    config |= {"target_modules": sorted(scalings.keys() & kinds), "lora_dropout": 0}  # which no parameter has
+    config["target_parameters"] = config.get("target_parameters") or sorted(scalings.keys() - kinds)
     if experts or has_patterns:
         # The most frequent is the default: PEFT tries every pattern on every module.
         (rank, alpha), _ = Counter(scalings.values()).most_common(1)[0]
@@ -229,16 +256,14 @@ def with_model_names(
         config |= {"r": rank, "lora_alpha": alpha, "use_rslora": False}
         config["rank_pattern"] = {name: pair[0] for name, pair in others.items()}
         config["alpha_pattern"] = {name: pair[1] for name, pair in others.items()}
-    if factors:
-        config["target_parameters"] = sorted(factors)
-        for key, wrapper in expert_wrappers(adapter, base, model, config).items():
-            parameter = stack_parameter(key, wrapper)
-            a, b = factors[parameter]
-            count, rank = a.shape[:2]
-            flat_a, flat_b = a.reshape(count * rank, -1), b.permute(1, 2, 0).reshape(-1, rank * count)
-            reading = Reading(stacks[parameter][0].axis, grouped=False)
-            a, b = as_reading(flat_a, flat_b, count, reading, installed_reading(wrapper))
-            out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = a, b
+    for key, wrapper in expert_wrappers(adapter, base, model, config).items() if factors else ():
+        parameter = stack_parameter(key, wrapper)
+        a, b = factors[parameter]
+        count, rank = a.shape[:2]
+        flat_a, flat_b = a.reshape(count * rank, -1), b.permute(1, 2, 0).reshape(-1, rank * count)
+        reading = Reading(stacks[parameter][0].axis, grouped=False)
+        installed = Reading(2 if swaps_features(wrapper) else 1, grouped=False)
+        out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = as_reading(flat_a, flat_b, count, reading, installed)
     evidence = f"{len(experts)} layers of single experts, which this transformers stacks" if experts else ""
     return adapter.rewritten(out, config, evidence)
 
@@ -310,17 +335,25 @@ def stack_factors(
     return a, b, scaling
 
 
+@targets_as_named()
+def add_layers(adapter: Adapter, base: Base, model: Any, lora: Any) -> Any:
+    """Return PEFT's model of a LoraConfig on a model on the meta device. Raises UsageError where it does not fit."""
+    from peft import get_peft_model
+
+    lora.init_lora_weights = True  # how A and B began no longer matters
+    try:
+        return get_peft_model(model, lora, low_cpu_mem_usage=True)
+    except (ValueError, TypeError) as error:  # no target module found; a setting that PEFT does not have
+        raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
+
+
 def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return key of the factors -> PEFT's wrapper of the stack that they are on, for every stack of a configuration."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
     from peft.tuners.lora.layer import ParamWrapper
 
     lora = LoraConfig(**{key: value for key, value in config.items() if key in LoraConfig.__dataclass_fields__})
-    lora.init_lora_weights = True
-    try:
-        layers = get_peft_model(copy.deepcopy(model), lora, low_cpu_mem_usage=True)
-    except (ValueError, TypeError) as error:  # no target found, which the plan reports
-        raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
+    layers = add_layers(adapter, base, copy.deepcopy(model), lora)
     return {
         f"{PREFIX}{name}": module
         for name, module in layers.get_base_model().named_modules()
@@ -331,10 +364,6 @@ def expert_wrappers(adapter: Adapter, base: Base, model: Any, config: Mapping[st
 def stack_parameter(key: str, wrapper: Any) -> str:
     """Return the name of a wrapper's parameter in the base. key: of its factors."""
     return f"{key.removeprefix(PREFIX).replace('.base_layer', '')}.{wrapper.parameter_name}"
-
-
-def installed_reading(wrapper: Any) -> Reading:
-    return Reading(2 if swaps_features(wrapper) else 1, grouped=False)
 
 
 def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout: str | None) -> Adapter:
@@ -358,7 +387,8 @@ def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout
         layout = read_layout(adapter.config, list(stacks.values()), expert_layout, trained_with)
     except UsageError as error:
         raise UsageError(f"adapter {adapter.path}: {error.message}", key=error.key, fix=error.fix) from error
-    readings = {key: (layout.readings[stacks[key].parameter], installed_reading(wrappers[key])) for key in stacks}
+    installed = {key: Reading(2 if swaps_features(wrappers[key]) else 1, grouped=False) for key in stacks}
+    readings = {key: (layout.readings[stacks[key].parameter], installed[key]) for key in stacks}
     changed = [key for key, (stored, installed) in readings.items() if stored != installed]
     if not changed:
         return replace(adapter, reading=str(layout))

@@ -25,7 +25,7 @@ from cogumi.merge.adapter_files import ADAPTER_WEIGHTS, read_json
 from cogumi.merge.arithmetic import ieee_matmul
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.parameter_map import adapted_class, head_classes
-from cogumi.patches.trl_internals import experts_of
+from cogumi.patches.trl_internals import experts_of, targets_as_named
 
 # Largest rms difference for each square root of a layer, in units of the logits' standard deviation over the vocabulary:
 # where the models run in this dtype, and where the merged weights are stored in it. The larger of the two counts.
@@ -377,6 +377,7 @@ def prompt_tokens(
     return tokens
 
 
+@targets_as_named()
 def adapted_model(adapters: Sequence[tuple[Path, float]], model: Any, vocabulary: int) -> Any:
     """Put adapters on their base, each with its weight."""
     from peft import PeftModel

@@ -1,6 +1,7 @@
 """cogumi-merge.json beside merged weights, and later the check that the directory is still what it says."""
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -14,8 +15,9 @@ from cogumi.core.durability import blake3_file, bytes_in_memory, drop_from_memor
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
+from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, read_elements
 from cogumi.merge.adapter_files import resolve_adapter, weight_files
-from cogumi.merge.arithmetic import DeltaStats
+from cogumi.merge.arithmetic import BLOCK_ELEMENTS, DeltaStats
 from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.output_directory import add_end_token
@@ -105,6 +107,14 @@ def totals(plan: MergePlan, outcome: Outcome) -> dict[str, Any]:
     everything = DeltaStats()
     for stat in stats:
         everything.add(stat)
+    base = {} if plan.base.quantized else plan.base.tensors
+    for tensor in plan.tensors:
+        new, old = tensor.source, base.get(tensor.target.name)
+        if tensor.replaced and old and old.shape == new.shape and old.dtype in FLOAT_DTYPES:  # trained whole
+            count = min(math.prod(new.shape), BLOCK_ELEMENTS)
+            after, before = (read_elements(span, 0, count).double() for span in (new, old) if isinstance(span, Span))
+            delta, error = after - before, after.to(FLOAT_DTYPES[tensor.target.dtype]) - after
+            everything.add(DeltaStats(delta_squares=float(delta @ delta), along_delta=float(error @ delta)))
     return {
         "tensors_merged": sum(tensor.updated for tensor in plan.tensors),
         "tensors_replaced": sum(tensor.replaced for tensor in plan.tensors),

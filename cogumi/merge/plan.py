@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -340,7 +341,7 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
             if head_places:
                 changes.parameters[head] = changes.parameters[embedding]
             continue
-        is_untied = True
+        is_untied |= not re.search(r"\.\d+\.", head)  # tie_word_embeddings does not tell of layers that are tied
         if not head_places:
             fresh[head] = homes[0].tensor
     return is_untied, fresh

@@ -145,6 +145,7 @@ def plan_adapter(lora: Any, model: RunBase, base: Base) -> None:
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         adapted = get_peft_model(meta_model(model.config), copy.deepcopy(lora), low_cpu_mem_usage=True)
         tensors = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        lora = adapted.peft_config["default"]  # with stacks of experts where it names their layers of transformers 4
         adapter = Adapter(Path("lora"), lora.to_dict(), spans_of(tensors, "F32"), directory=Path("lora"))
         checkpoint = read_checkpoint(base, adapter)
         if missing := check_base(base, checkpoint, [])[1]:  # which the run would load as random numbers

@@ -264,6 +264,15 @@ def swaps_features(layer: Any) -> bool:
     return bool(layer._did_swap_in_out_features)
 
 
+@contextmanager
+def targets_as_named() -> Iterator[None]:
+    """Have PEFT put no stack of experts in the place of dense layers whose names transformers 4 had in its experts, too."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    with replaced(conversion, {"convert_peft_config_for_transformers": lambda *_, **__: None}):
+        yield
+
+
 def drop_ignored_keys(model: Any, loading_info: Any) -> None:
     """Take out of what transformers' loader found missing or unexpected what the model's class allows to be so."""
     model._adjust_missing_and_unexpected_keys(loading_info)
