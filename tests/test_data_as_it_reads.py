@@ -60,6 +60,20 @@ def test_keys_that_only_late_rows_have_are_read(tmp_path: Path, monkeypatch: pyt
     assert "(KTO)" in refusal(tmp_path, [*plain, {"messages": CHAT, "label": False}]).message
 
 
+def test_the_keys_of_a_long_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sources, "BATCH_BYTES", 10)
+    file = Path(write_lines(tmp_path / "rows.jsonl", [{"a": 1}, {"b": 2}]))
+    assert sources.column_names([file]) == ["a", "b"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_record_blocks", None)  # it is not read again
+        assert sources.column_names([file]) == ["a", "b"]
+    (kept,) = (tmp_path / "cache/cogumi/columns").iterdir()
+    kept.write_text("damaged")
+    assert sources.column_names([file]) == ["a", "b"]
+    assert sources.column_names([Path(write_lines(file, [{"a": 1}, {"c": 22}]))]) == ["a", "c"]
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 def test_a_file_without_a_column_that_no_row_needs(tmp_path: Path, suffix: str) -> None:
     for name, row in (

@@ -7,24 +7,27 @@ where a quote is not closed, pyarrow makes one cell of the lines that follow.
 """
 
 import csv
+import hashlib
 import io
 import json
 import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain, islice
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cogumi.config.binding import nearest
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import UsageError, best_effort
+from cogumi.core.run_directory import write_atomic
 from cogumi.data.rows import NO_OBJECT, encode_table
-from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, TEXT, kind_of, refuse_other_kinds
+from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, TEXT, files_identity, kind_of, refuse_other_kinds
 
 BATCH_BYTES = 8 * 2**20
 """File data per batch. Tokenizing a batch takes about 50 times the memory of its text."""
@@ -49,9 +52,10 @@ def column_names(files: Sequence[Path]) -> list[str]:
     for file in files:
         with _report_damage(file):
             columns: Iterable[str]
-            if kind_of(file) in (JSON_LINES, CSV):
-                blocks = islice(_record_blocks(file), 1 if kind_of(file) == CSV else None)
-                columns = chain.from_iterable(map(_keys, blocks))
+            if kind_of(file) == JSON_LINES:
+                columns = _keys_of_all(file)
+            elif kind_of(file) == CSV:
+                columns = _keys(next(_record_blocks(file), []))
             elif kind_of(file) == TEXT:
                 columns = ["text"]
             else:
@@ -140,6 +144,20 @@ def _record_batches(file: Path, columns: Sequence[str], originals: bool, optiona
             yield frame, list(map(json.dumps, block)) if originals else None
     if seen:
         _refuse_missing_columns(file, [name for name in columns if name not in optional], seen)
+
+
+def _keys_of_all(file: Path) -> list[str]:
+    """Return the keys of all records of a JSON-lines file, those of a long one also from the cache."""
+    identity = hashlib.sha256(json.dumps(files_identity([file])).encode()).hexdigest()
+    kept = Path(platformdirs.user_cache_dir("cogumi"), "columns", f"{identity}.json")
+    with suppress(OSError, ValueError):
+        return list(json.loads(kept.read_text(encoding="utf-8")))
+    keys = list(dict.fromkeys(chain.from_iterable(map(_keys, _record_blocks(file)))))
+    if file.stat().st_size > BATCH_BYTES:
+        with best_effort("keep the names of the columns"):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(kept, json.dumps(keys))
+    return keys
 
 
 def _keys(records: Iterable[dict[str, Any]]) -> Iterator[str]:

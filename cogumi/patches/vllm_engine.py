@@ -24,7 +24,7 @@ from cogumi.patches import PatchStatus, replaced
 from cogumi.patches.trl_internals import wrap_method
 
 NAME = "vLLM under TRL"
-WRITTEN_FOR = "vLLM 0.26 to 0.31"
+WRITTEN_FOR = "vLLM 0.26 to 0.32"
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: where temporary files are
 LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
