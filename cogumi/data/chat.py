@@ -324,7 +324,7 @@ def _with_system(row: Mapping[str, Any], prompt: Any) -> Any:
     if row.get("system") is None or not (system := _read_text(row, "system")).strip():
         return prompt
     if isinstance(prompt, str):
-        raise BadRow("with a system message, for which text has no place", system)
+        raise BadRow("with `system`, for which a prompt of text has no place: write it as messages", system)
     if prompt[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system}, *prompt]
     if prompt[0]["content"].strip() != system.strip():
