@@ -134,7 +134,8 @@ def test_a_system_column_beside_a_prompt(tmp_path: Path, shape: str) -> None:
         (row,) = rows_of(tmp_path, [told | {"prompt": [ask("q")]}], "prompt_completion", "gspo").train.dataset
         assert row["prompt"] == question
         text = ([told | {"prompt": "q"}], "prompt_completion", "gspo")
-    assert "with `system`, for which a prompt of text has no place: write it as messages (row 1: Be brief.)" in refusal(tmp_path, *text).message
+    said = "with `system`, for which a prompt of text has no place: write it as messages (row 1: Be brief.)"
+    assert said in refusal(tmp_path, *text).message
 
 
 @pytest.mark.parametrize(("format", "row"), [("chat", {"messages": CHAT}), ("prompt_completion", {"prompt": "q"})])
