@@ -110,9 +110,11 @@ def totals(plan: MergePlan, outcome: Outcome) -> dict[str, Any]:
     base = {} if plan.base.quantized else plan.base.tensors
     for tensor in plan.tensors:
         new, old = tensor.source, base.get(tensor.target.name)
-        if tensor.replaced and old and old.shape == new.shape and old.dtype in FLOAT_DTYPES:  # trained whole
+        if not tensor.replaced or old is None or not isinstance(new, Span):
+            continue
+        if old.shape == new.shape and old.dtype in FLOAT_DTYPES:  # trained whole
             count = min(math.prod(new.shape), BLOCK_ELEMENTS)
-            after, before = (read_elements(span, 0, count).double() for span in (new, old) if isinstance(span, Span))
+            after, before = (read_elements(span, 0, count).double() for span in (new, old))
             delta, error = after - before, after.to(FLOAT_DTYPES[tensor.target.dtype]) - after
             everything.add(DeltaStats(delta_squares=float(delta @ delta), along_delta=float(error @ delta)))
     return {
