@@ -184,6 +184,21 @@ def test_a_run_that_starts_again_after_a_kill_shows_no_step_of_the_process_befor
     assert status_of(tmp_path).step is None
 
 
+@pytest.mark.parametrize("written_by", ["a process that trains", "its parent"])
+def test_a_failure_after_which_the_run_starts_again_is_not_its_end(tmp_path: Path, written_by: str) -> None:
+    parent = this_process()
+    trainer = psutil.Process().parent()
+    assert trainer is not None
+    other = {"pid": trainer.pid, "host": socket.gethostname(), "began": trainer.create_time()}
+    failed = {"state": "failed", "time": 2.0, "retriable": True, **(parent if written_by == "its parent" else other)}
+    write_json(tmp_path / "status.json", failed)
+    write_json(tmp_path / START, {**parent, "time": 1.0, "restarts": 1})
+    status = status_of(tmp_path)
+    assert (status.state, status.ended, status.pid) == ("starting", False, parent["pid"])
+    write_json(tmp_path / START, {**parent, "time": 1.0, "restarts": 0})
+    assert status_of(tmp_path).state == "failed"
+
+
 def test_a_resumed_run_that_ends_before_it_has_a_status_has_failed(tmp_path: Path) -> None:
     write_json(tmp_path / "status.json", {"state": "stopped", "time": 1.0, "pid": 1, "host": "gone", "began": 0.0})
     process = {"pid": 2**22 + 1, "host": socket.gethostname(), "began": 1.0}

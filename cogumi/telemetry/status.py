@@ -113,9 +113,9 @@ def status_of(run_dir: Path) -> Status:
     newest = started if begins else record
     alive = is_alive(run_dir, newest, last_sign)
     state, reason = record.get("state", "starting"), record.get("reason")
-    # Its training process has ended, and the one that starts it again (`cogumi.restarts`) lives.
-    restarts = not begins and not detached and not alive and bool(started.get("restarts") and is_running(started))
-    if restarts and (state in AT_WORK or record.get("retriable")):
+    # Its training process ends or has ended, and the one that starts it again (`cogumi.restarts`) lives.
+    restarts = not begins and bool(started.get("restarts") and is_running(started))
+    if restarts and (record.get("retriable") or (state in AT_WORK and not alive)):
         newest, alive, state, reason = started, True, "starting", "its process has ended, and may be started again"
     if begins:
         state, reason = state_of_start(state if record else None, started, alive)
