@@ -609,9 +609,9 @@ def test_a_short_run_measures_as_many_held_out_rows_as_it_can_pay_for_and_says_s
     del sft["cogumi"]["sanity"]
     result = cogumi.train(sft)  # resumed, with the same rows
     log = (run_dir / "run.log").read_text()
-    assert log.count("held-out loss: on 15 of the 28 rows, 5 % of the training's computing") == 2
-    assert "held-out loss after the last step, of 15 rows" in log
-    assert read_json(run_dir / "decisions.json")["held_out_loss"] == {"measured": 15, "held_out": 28}
+    assert log.count("held-out losses of 8 of the 28 rows, 5 % of the training's computing") == 2
+    assert "held-out loss after the last step, of 8 rows" in log
+    assert read_json(run_dir / "decisions.json")["held_out_loss"] == {"measured": 8, "held_out": 28}
     assert result.passed, str(result.verdict)
 
     every = cogumi.train(sft, train__eval_strategy="no", cogumi__run_dir=str(run_dir.with_name("every")))
@@ -655,9 +655,9 @@ def test_saves_by_time_are_saves(by_time: bool, sft: Config, monkeypatch: pytest
 
 
 def test_the_held_out_rows_of_a_short_run_are_spread_over_all(tmp_path: Path) -> None:
-    args = SimpleNamespace(max_steps=10, per_device_train_batch_size=4, gradient_accumulation_steps=2, world_size=1)
+    args = SimpleNamespace(max_steps=20, per_device_train_batch_size=4, gradient_accumulation_steps=2, world_size=1)
     trainer = SimpleNamespace(args=args, eval_dataset=Dataset.from_dict({"row": range(100)}))
     loop.limit_held_out(tmp_path, trainer, Ranks())
     rows = trainer.eval_dataset["row"]
-    assert (len(rows), rows[0], rows[-1]) == (12, 0, 99)  # 5 % of three passes over 80 examples
+    assert (len(rows), rows[0], rows[-1]) == (12, 0, 99)  # twice 12 are 5 % of three passes over 160 examples
     assert read_json(tmp_path / "decisions.json")["held_out_loss"] == {"measured": 12, "held_out": 100}

@@ -57,7 +57,7 @@ log = logging.getLogger("cogumi")
 MAX_EVALUATIONS = 10  # between the first and the last step
 MAX_EVALUATION_TIME_SHARE = 0.02  # of the training's computing
 FLOPS_MULTIPLIER = 3  # of a training step: forward, and backward at twice its cost
-PAID_SHARE = 0.05  # of the training's computing: for a held-out loss, or for samples, before it and after it
+PAID_SHARE = 0.05  # of the training's computing: for the held-out losses before and after it, or for samples each time
 MIN_EVALUATION_ROWS, MIN_SAMPLE_TOKENS, MAX_SAMPLE_TOKENS = 8, 24, 64
 SAVES = "saves"  # of decisions.json: the interval of saves by time
 MAX_SAVE_SHARE = 0.02  # of the time, which is held before MAX_LOST_SECONDS
@@ -390,13 +390,17 @@ def sample_options(run: RunConfig, trainer: Any) -> dict[str, Any]:
 def limit_held_out(run_dir: Path, trainer: Any, ranks: Ranks) -> None:
     """Choose the held-out rows, spread over all, of which a short training pays for the loss before and after it."""
     passes, rows = FLOPS_MULTIPLIER * count_planned_examples(trainer) * ranks.count, len(trainer.eval_dataset)
-    place, measured = (run_dir / DECISIONS, "held_out_loss"), max(MIN_EVALUATION_ROWS, int(PAID_SHARE * passes))
-    is_older = ranks.decide(lambda: was_evaluated(run_dir, 0) and not read_section(*place))  # than this limit
+    place = run_dir / DECISIONS, "held_out_loss"
+    decided = ranks.decide(lambda: read_section(*place).get("measured"))
+    measured = decided or max(MIN_EVALUATION_ROWS, int(PAID_SHARE * passes / 2))
+    is_older = ranks.decide(lambda: was_evaluated(run_dir, 0) and not decided)  # than this limit
     if measured < rows and not is_older:
         trainer.eval_dataset = trainer.eval_dataset.select(spread(rows, measured))
         ranks.decide(lambda: write_section(*place, {"measured": measured, "held_out": rows}))
-        text = "held-out loss: on %d of the %d rows, %.0f %% of the training's computing; train.eval_strategy takes all"
-        log.log(logging.INFO if ranks.leads else logging.DEBUG, text, measured, rows, 100 * measured / passes)
+        text = (
+            "held-out losses of %d of the %d rows, %.0f %% of the training's computing; train.eval_strategy takes all"
+        )
+        log.log(logging.INFO if ranks.leads else logging.DEBUG, text, measured, rows, 200 * measured / passes)
 
 
 def even_batch(rows: int, batch: int, count: int) -> int:
