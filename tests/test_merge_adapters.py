@@ -7,16 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from builders import INPUT_IDS, LINEARS, SIZES, all_tensors, check_close, check_merge, distances, load, save_base, train
+from builders import (
+    INPUT_IDS,
+    LINEARS,
+    SIZES,
+    all_tensors,
+    check_close,
+    check_merge,
+    distances,
+    edit_config,
+    load,
+    save_base,
+    train,
+)
 from golden import Golden
 from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig
+from transformers import BioGptConfig, LlamaConfig, PhiConfig, PreTrainedConfig
+from transformers.models.inkling import InklingTextConfig
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import check_merged, merge_adapter
 from cogumi.merge.adapter_files import serving_limits, standard_name
+from cogumi.merge.inspection import inspect
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +230,99 @@ def test_a_model_whose_own_module_is_called_module_is_no_wrapped_one(base: Path,
 def test_limits_of_a_served_adapter(settings: dict[str, Any], words: str) -> None:
     limits = serving_limits({"r": 16, "bias": "none"} | settings)
     assert (words in limits) if words else limits == ""
+
+
+WRONG_ENTRIES: dict[str, list[Any]] = {
+    "r": ["4", 4.5, None, 0, ...],  # ...: the entry is missing
+    "lora_alpha": ["16", None, True, float("nan"), float("inf"), ...],
+    "rank_pattern": [{"q_proj": "4"}, ["q_proj"]],
+    "alpha_pattern": [{"q_proj": float("nan")}, {"q_proj": None}],
+    "use_rslora": ["false"],  # which PEFT takes for true
+    "use_dora": ["false"],
+    "lora_dropout": ["0.1"],
+    "bias": [None, "some"],
+    "target_modules": [{"q_proj": True}],
+    "target_parameters": ["experts"],
+    "layers_to_transform": ["0"],
+    "base_model_name_or_path": [5],
+}
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [(entry, value) for entry, values in WRONG_ENTRIES.items() for value in values]
+)
+def test_an_entry_of_another_type_is_named(entry: str, value: Any, base: Path, tmp_path: Path) -> None:
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text()) | {entry: value}
+    file.write_text(json.dumps({key: part for key, part in config.items() if part is not ...}))
+    with pytest.raises(UsageError) as caught:
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    assert (caught.value.place, caught.value.key) == (str(file), entry)
+    assert inspect(adapter, base).refusal == str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_mlx_is_no_peft_adapter(base: Path, tmp_path: Path) -> None:
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file({"model.layers.0.self_attn.q_proj.lora_a": torch.ones(64, 4)}, tmp_path / "adapters.safetensors")
+    with pytest.raises(UsageError, match=r"r: missing, and PEFT always writes it; .*\(MLX\)"):
+        merge_adapter(tmp_path, tmp_path / "out", base=base, progress=False)
+
+
+def test_a_pattern_that_is_none_is_one_line(base: Path, tmp_path: Path) -> None:
+    adapter = edit_config(
+        train(load(base), tmp_path / "adapter", target_modules=["q_proj"]), target_modules="(.*q_proj"
+    )
+    with pytest.raises(UsageError, match=r"does not fit base .*unterminated subpattern"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
+INKLING = InklingTextConfig(
+    **SIZES, head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, sliding_window_size=16,
+    d_rel=4, rel_extent=16, moe_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+)  # fmt: skip
+BEYOND_WEIGHTS: dict[str, tuple[PreTrainedConfig, dict[str, Any], str]] = {
+    "norm-behind-the-embedding": (INKLING, {"target_modules": ["embed_tokens"]}, "InklingNormedEmbedding"),
+    "tokens-before-a-norm": (INKLING, {"trainable_token_indices": [5]}, "InklingNormedEmbedding"),
+    "positions-with-an-offset": (BioGptConfig(**SIZES), {"target_modules": ["embed_positions"]}, "LearnedPositional"),
+    "tokens-of-a-head-with-a-bias": (
+        PhiConfig(**SIZES),
+        {"trainable_token_indices": {"lm_head": [5]}},
+        "without the bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BEYOND_WEIGHTS)
+def test_what_peft_trains_beside_a_layers_own_rule_is_refused(kind: str, tmp_path: Path) -> None:
+    """The live adapter differs from every weight that a merge could write, which verify="elements" does not see."""
+    config, lora, words = BEYOND_WEIGHTS[kind]
+    base = save_base(tmp_path / "base", config)
+    model = load(base)
+    adapted = get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | lora))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    with pytest.raises(UsageError, match=words):
+        merge_adapter(tmp_path / "adapter", tmp_path / "out", base=base, progress=False)
+
+
+def test_layers_beside_a_normed_embedding_merge(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", INKLING)
+    lora = {"target_modules": ["q_proj", "o_proj", "lm_head"], "modules_to_save": ["embed_tokens"], "lora_alpha": 64}
+    check_merge(base, train(load(base), tmp_path / "adapter", **lora), tmp_path / "out")
+
+
+@pytest.mark.parametrize("lora", [{"target_modules": ["lm_head"]}, {"target_modules": ["lm_head"], "bias": "all"}])
+def test_a_head_with_a_bias(lora: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT saves the head's bias beside its factors."""
+    base = save_base(tmp_path / "base", PhiConfig(**SIZES))
+    adapter = train(load(base), tmp_path / "adapter", **lora)
+    assert any(
+        name.startswith("base_model.model.lm_head.base_layer")
+        for name in load_file(adapter / "adapter_model.safetensors")
+    )
+    check_merge(base, adapter, tmp_path / "out")

@@ -126,6 +126,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": HEADS
     | {"lru_width": 64, "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
     "rwkv": {"attention_hidden_size": 64},
+    "sarvam_moe": HEADS | EXPERTS,
     "seed_oss": HEADS,
     "smollm3": {},
     "stablelm": {},

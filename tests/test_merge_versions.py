@@ -11,10 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from builders import SIZES, all_tensors, check_merge, edit_config, edit_tensors, load, save_base, train, train_adapter
+from builders import (
+    SIZES,
+    all_tensors,
+    check_merge,
+    closed_form,
+    edit_config,
+    edit_tensors,
+    load,
+    save_base,
+    train,
+    train_adapter,
+)
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
+    BioGptConfig,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -120,6 +132,16 @@ def test_patterns_that_are_null(llama: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
 
 
+def test_a_pattern_of_layers_without_layers_has_no_effect(llama: Path, tmp_path: Path) -> None:
+    """PEFT up to 0.13 saved such adapters, and today's refuses them."""
+    adapter = train_adapter(llama, tmp_path / "adapter", target_modules=["q_proj"])
+    edit_config(adapter, layers_pattern="layers", layers_to_transform=None)
+    merge_adapter(adapter, tmp_path / "out", base=llama, dtype="float32", verify="logits", progress=False)
+    after = all_tensors(tmp_path / "out")
+    for name, weight in closed_form(llama, adapter).items():
+        assert (after[name].double() - weight).abs().max() < 1e-6, name
+
+
 GEMMAS: dict[str, tuple[PreTrainedConfig, float]] = {
     # Its embedding multiplies by 8, and lora/layer.py of 0.17.1 added the update behind it.
     "gemma3": (Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=16), 8.0),
@@ -149,6 +171,19 @@ def test_a_scaled_embedding_that_no_weights_compute_is_refused(lora: dict[str, A
     edit_config(adapter, peft_version=None)
     with pytest.raises(UsageError, match="without the embedding's scale of 8"):
         merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
+def test_a_scale_that_moved_between_versions_of_transformers_is_refused(tmp_path: Path) -> None:
+    """BioGPT scaled in the model, then in its embedding, where PEFT up to 0.17 added the update unscaled."""
+    base = save_base(tmp_path / "base", BioGptConfig(**SIZES))
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=["embed_tokens", "fc1", "fc2"])
+    check_merge(base, adapter, tmp_path / "today")
+    edit_config(adapter, peft_version=None)
+    with pytest.raises(UsageError, match="with the embedding's scale of 8 or without"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    edit_tensors(adapter, lambda name, tensor: None if "embed_tokens" in name else tensor)
+    edit_config(adapter, target_modules=["fc1", "fc2"])
+    check_merge(base, adapter, tmp_path / "out")
 
 
 @pytest.mark.parametrize("tokens", [[5, 258], [5, -1]])

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -62,6 +62,27 @@ KNOWN_ENTRIES = frozenset([
     "unsloth_training_method", "unsloth_load_in_4bit", "nvfp4_merge_aware", "lora_B_layout", "unsloth_fused_expert_lora",
 ])
 # fmt: on
+
+
+class Entries(BaseModel, strict=True):
+    """Types of the adapter_config.json entries that decide what an adapter computes. "false" would be true to PEFT."""
+
+    r: PositiveInt
+    lora_alpha: FiniteFloat
+    rank_pattern: dict[str, PositiveInt] | None = None
+    alpha_pattern: dict[str, FiniteFloat] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    lora_bias: bool | None = None
+    fan_in_fan_out: bool | None = None
+    lora_dropout: FiniteFloat = 0
+    bias: Literal["none", "all", "lora_only"] = "none"
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    layers_to_transform: list[int] | int | None = None
+    base_model_name_or_path: str | None = None
+
+
 # A factor's name with the adapter's name left in it, or without `.weight`, as state_dict() and some exporters have it.
 FACTOR_NAME = re.compile(r"(?P<factor>.*\.lora_(?:[AB]|embedding_[AB]|magnitude_vector))(?:\.(?P<rest>.*))?")
 # torch.compile, FSDP and activation checkpointing put these before the names of the modules that they wrap.
@@ -148,6 +169,8 @@ def resolve_adapter(path: Path) -> Adapter:
         keys = [*patterns["rank_pattern"], *patterns["alpha_pattern"]]
         patterns = {name: {key: patterns[name].get(key, default) for key in keys} for name, default in defaults.items()}
     config = stored | patterns
+    if stored.get("layers_pattern") and stored.get("layers_to_transform") is None:
+        config["layers_pattern"] = None  # without effect then; today's PEFT refuses it
     files = weight_files(path)
     spans = [span for file in files for span in read_shard(file).spans]
     standard = {span.name: standard_name(span.name) for span in spans}
@@ -214,7 +237,9 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     """Raise UsageError unless the config describes LoRA of a kind that is known here: anything else would merge wrongly."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    kind: Any = config.get("peft_type")
+    kind: Any = str(config["peft_type"])
+    if kind == "LORA":
+        check_entries(path, config)
     init, fix = config.get("init_lora_weights", True), WITH_PEFT
     unknown = sorted(entry for entry in config.keys() - KNOWN_ENTRIES if config[entry])
     if kind != "LORA":
@@ -235,6 +260,21 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     elif is_renamed or (path / WEIGHTS_INDEX).is_file():
         fix = "PEFT finds no tensors under these names, or in shards, either"
     raise UsageError(f"adapter {path} cannot be merged yet: {reason}", fix=converted_adapter(path) or fix)
+
+
+def check_entries(path: Path, config: dict[str, Any]) -> None:
+    """Raise UsageError for a LoRA configuration without rank or alpha, or with an entry of another type than PEFT writes."""
+    try:
+        Entries.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        entry = str(first["loc"][0])
+        place, problem = path / "adapter_config.json", f"{config.get(entry)!r}: {first['msg']}"
+        fix = "set it to the value that it was trained with"
+        if entry not in config:
+            problem = "missing, and PEFT always writes it"
+            fix += "; an adapter of another format (MLX) is converted or fused by the tool that trained it"
+        raise UsageError(problem, place=place, key=entry, fix=fix) from error
 
 
 def as_written(config: dict[str, Any]) -> str:

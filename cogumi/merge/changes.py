@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from cogumi.core.safetensors_file import Span, leading_rows_equal
 from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, Adapter
 from cogumi.merge.bases import Base
@@ -33,7 +35,9 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
         fix = "save it again with its head, or, if it was trained on text, set its task_type to CAUSAL_LM"
         raise adapter.refused(f"neither it nor base {base.name} has the head for labels of its task_type", fix)
     collector = LayerChanges(adapter, base, spans)
-    for name, module in layers.get_base_model().named_modules():
+    # Tokens of a tied layer are another layer's, which is added first.
+    modules = layers.get_base_model().named_modules()
+    for name, module in sorted(modules, key=lambda entry: getattr(entry[1], "tied_adapter", None) is not None):
         collector.add_module(name, module)
     changes.parameters = collector.changes
     for key in expected - collector.used:  # a bias trained whole (bias="all" or "lora_only")
@@ -137,6 +141,7 @@ class LayerChanges:
                 self.add(f"{parameter}.{part}", Change(whole=self.spans[f"{key}.{part}"]), f"{key}.{part}")
         elif isinstance(module, TrainableTokensWrapper):
             layer = module.token_adapter
+            self.refuse_other_forward(parameter, layer.get_base_layer(), has_tokens=True)
             weight: Any = layer.get_base_layer().weight
             if beyond := {*layer.token_indices["default"]} - {*range(len(weight))}:
                 problem = f"trainable_token_indices has {min(beyond)}, and {parameter} has {len(weight)} rows"
@@ -160,6 +165,7 @@ class LayerChanges:
 
     def add_matrix(self, key: str, parameter: str, layer: Any, is_embedding: bool) -> None:
         """Add the update of a linear layer or an embedding; PEFT's of one is (B @ A).T on a weight [rows, dim]."""
+        self.refuse_other_forward(parameter, layer.get_base_layer())
         weights, rank, scaling = self.adapter.weights, layer.r["default"], float(layer.scaling["default"])
         kind = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
         key_a, key_b = (f"{key}.{kind.format(side)}" for side in "AB")
@@ -176,6 +182,19 @@ class LayerChanges:
             bias = LowRank(weights, None, f"{key}.lora_B.bias", 1, scaling)
             self.add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
 
+    def refuse_other_forward(self, parameter: str, layer: Any, has_tokens: bool = False) -> None:
+        """Refuse a layer whose forward is more than a product with its weight and embed_scale: PEFT's update is added behind.
+
+        Such are embeddings with a norm (Inkling) or an offset, and heads with a scale for each token.
+        """
+        if has_tokens and getattr(layer, "bias", None) is not None:
+            raise self.adapter.refused(f"PEFT trains tokens of {parameter} without the bias that it has")
+        own = {name for name, _ in layer.named_parameters()} | {name for name, _ in layer.named_children()}
+        has_rule = isinstance(layer, nn.Embedding) and type(layer).forward is not nn.Embedding.forward
+        if own - {"weight", "bias"} or (has_rule and not hasattr(layer, "embed_scale")):
+            rule = f"{parameter} is a {type(layer).__name__}, which does more than multiply by its weight"
+            raise self.adapter.refused(f"{rule}: PEFT's update is added behind that, where no weight is")
+
 
 def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: Span, checkpoint: Checkpoint) -> None:
     """Check an embedding that PEFT saved beside the factors because it was targeted or resized.
@@ -183,8 +202,9 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
     The rows that it shares with the base's must be equal. A resized embedding replaces the base's, and a tied head's that
     has no change of its own. A module trained whole, or a tied head's tokens, may be saved twice, with equal values.
     """
-    key = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?\.[^.]+$", ".weight", span.name)
-    parameter = key.removeprefix(PREFIX)
+    module, _, own = span.name.removeprefix(PREFIX).rpartition(".")
+    module = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?$", "", module)
+    parameter = f"{module}.{'weight' if own == 'trainable_tokens_delta' else own}"
     change = changes.parameters.get(parameter, Change())
     duplicate = change.whole if span.name.endswith(".modules_to_save.weight") else None
     if span.name.endswith(".trainable_tokens_delta") and change.rows:

@@ -92,12 +92,20 @@ def target_of(kinds: Mapping[str, Any], module: str) -> str:
 
 
 def with_scaled_embeddings(adapter: Adapter, kinds: Mapping[str, Any]) -> Adapter:
-    """Divide updates of Gemma 3's embeddings by the scale that PEFT up to 0.17 left out; others scaled in the model then."""
-    layers = {name: kind for name, kind in kinds.items() if stack_family(kind) in ("gemma3", "gemma3n")}
-    scales = {span.name: getattr(layers.get(module_of(span.name)), "scalar_embed_scale", 1) for span in adapter.spans}
+    """Divide updates of Gemma 3's embeddings by the scale that PEFT up to 0.17 left out; others scaled in the model then.
+
+    BART's kin (BioGPT, XGLM), whose scale is a plain number, did so under a part of the versions of transformers.
+    """
+    layers = {span.name: kinds.get(module_of(span.name)) for span in adapter.spans}
+    gemma = {key: layer for key, layer in layers.items() if stack_family(layer) in ("gemma3", "gemma3n")}
+    kin = {key: scale for key, layer in layers.items() if isinstance(scale := getattr(layer, "embed_scale", 1), float)}
+    scales = kin | {key: getattr(layer, "scalar_embed_scale", 1) for key, layer in gemma.items()}
     keys = [key for key, scale in scales.items() if scale != 1 and re.search("lora_|trainable_tokens", key)]
     if adapter.config.get("peft_version") or not keys:
         return adapter
+    if keys[0] in kin:
+        problem = f"PEFT up to 0.17 trained {keys[0]} with the embedding's scale of {scales[keys[0]]:g} or without"
+        raise adapter.refused(f"{problem}, depending on the transformers of then", fix=as_written(adapter.config))
     if wrong := [key for key in keys if "lora_embedding_" not in key]:
         problem = f"PEFT up to 0.17 trained {wrong[0]} without the embedding's scale of {scales[wrong[0]]:g}"
         raise adapter.refused(f"{problem}, which no weights do", fix=as_written(adapter.config))
@@ -343,7 +351,8 @@ def add_layers(adapter: Adapter, base: Base, model: Any, lora: Any) -> Any:
     lora.init_lora_weights = True  # how A and B began no longer matters
     try:
         return get_peft_model(model, lora, low_cpu_mem_usage=True)
-    except (ValueError, TypeError) as error:  # no target module found; a setting that PEFT does not have
+    except (ValueError, TypeError, AttributeError, re.error) as error:
+        # No target module found; a setting that PEFT does not have; a class without what the task needs.
         raise UsageError(f"adapter {adapter.path} does not fit base {base.name}: {error}") from error
 
 

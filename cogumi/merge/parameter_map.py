@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -242,13 +243,13 @@ def converted_places(
 
     stored: source pattern -> tensors, in transformers' order. writer: the version of transformers that wrote the checkpoint.
     """
-    from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose
+    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     groups = [stored[pattern] for pattern in converter.source_patterns if pattern in stored]
     places: list[Place] = []
     offset = 0
     match converter.operations:
-        case [Chunk(dim=0)] if len(groups) == 1:
+        case [split] if len(groups) == 1 and type(split).__name__ in ("Chunk", "Split") and split.dim == 0:
             return split_places(name, converter.target_patterns, groups[0][0], parameters)
         case [Transpose(dim0=1, dim1=2, check_dims=True)] if len(groups) == 1 and name in parameters:
             span = groups[0][0]
@@ -278,17 +279,16 @@ def converted_places(
 def split_places(
     name: str, targets: list[str], span: Span, parameters: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[Place, ...]]:
-    """Split a stored tensor that loads as several parameters evenly by rows. name: of the first of them."""
-    rows = -(-matrix_shape(span.shape)[0] // len(targets))
+    """Split the rows of a stored tensor that loads as several parameters by their sizes. name: of the first of them."""
     first = next((target for target in targets if target in name), None)
     if first is None:
         return {}
     before, _, after = name.partition(first)
-    return {
-        parameter: (Place(span.name, number * rows, (number + 1) * rows),)
-        for number, parameter in enumerate(before + target + after for target in targets)
-        if parameter in parameters
-    }
+    names = [before + target + after for target in targets]
+    if not parameters.keys() >= set(names):
+        return {}
+    ends = list(accumulate(matrix_shape(parameters[parameter])[0] for parameter in names))
+    return {name: (Place(span.name, start, end),) for name, start, end in zip(names, [0, *ends], ends, strict=False)}
 
 
 def covers_parameter(places: tuple[Place, ...], shape: tuple[int, ...], spans: dict[str, Span]) -> bool:
