@@ -199,8 +199,10 @@ def test_prompts_keep_calls_of_tools_and_what_those_returned() -> None:
     actual = examples_of(chunk_of(rows, "qwen3", options("gspo", "chat")))
     assert [each["prompt"] for each in actual] == [talks[0][:5], called, called[:1], called[:1]]
     assert [each["answer"] for each in actual] == ["5.", None, "5.", None]
-    given = examples_of(chunk_of({"prompt": rows["messages"]}, "qwen3", options("gspo", "prompt_completion")))
-    assert [each["prompt"] for each in given] == talks
+    given = chunk_of({"prompt": rows["messages"]}, "qwen3", options("gspo", "prompt_completion"))
+    assert [each["prompt"] for each in examples_of(given)] == [talks[1], talks[3]]
+    (reason,) = given.dropped  # a rollout would follow the gold answer
+    assert reason.startswith("whose prompt ends with the assistant's turn")
 
 
 def test_the_tools_of_a_row_count_in_the_length_of_its_prompt() -> None:

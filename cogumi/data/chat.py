@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cogumi.core.errors import UsageError
-from cogumi.data.rows import MEDIA, BadRow, decode_cell
+from cogumi.data.rows import MEDIA, BadRow, decode_cell, describe_value
 
 Message = dict[str, Any]
 Side = str | list[Message]
@@ -124,7 +124,12 @@ def _read_message(raw: Any) -> Message:
         message["tool_calls"] = list(map(_read_tool_call, calls))
     texts = {"reasoning_content": next((raw[key] for key in REASONING_KEYS if raw.get(key)), None)}
     texts |= {key: raw.get(key) for key in ("name", "tool_call_id")}
-    return message | {key: _join_parts(text) for key, text in texts.items() if text is not None}
+    message |= {key: _join_parts(text) for key, text in texts.items() if text is not None}
+    if "reasoning_content" in message and message["content"].lstrip().startswith(OPEN):  # servers may write both
+        thought, message["content"] = split_thought(message["content"])
+        if (thought or "").strip() not in ("", message["reasoning_content"].strip()):
+            raise BadRow("with two thoughts, one beside the content and another one in its tags", thought)
+    return message
 
 
 def _read_weight(raw: Mapping[str, Any]) -> Message:
@@ -237,14 +242,15 @@ def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
     if isinstance(value, list) or _is_message(value):
         return read_messages(value if isinstance(value, list) else [value])
     text = _read_text(row, name)
-    if text.lstrip()[:1] in ("[", "a"):
+    if text.lstrip()[:1] in ("[", "{", "a"):
         _refuse_repr(text)
         try:
             parsed = json.loads(text)
         except (ValueError, RecursionError):
             return text
-        if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
-            return read_messages(parsed)
+        messages = parsed if isinstance(parsed, list) else [parsed]
+        if messages and all(map(_is_message, messages)):
+            return read_messages(messages)
     return text
 
 
@@ -309,9 +315,8 @@ def _row_messages(row: dict[str, Any]) -> list[Message]:
     if "instruction" not in row:
         messages = read_messages(row["messages"] if "messages" in row else row["conversations"])
     else:
-        question = _read_text(row, "instruction")
-        if row.get("input") is not None and (extra := _read_text(row, "input")).strip():
-            question = f"{question}\n\n{extra}"
+        texts = [_read_text(row, "instruction"), *([] if row.get("input") is None else [_read_text(row, "input")])]
+        question = "\n\n".join(filter(str.strip, texts))
         messages = _read_history(row.get("history"))
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": _read_text(row, "output")}]
     return _with_system(row, messages)
@@ -355,11 +360,14 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
     prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
+        (completion,) = _without_prompt(prompt, completion)
         if not completion.strip():
             raise BadRow("with an empty answer")
         return _with_system(row, prompt), completion
     questions = _as_messages(prompt, "user")
-    answers = _without_prompt(_as_messages(completion, "assistant"), questions)
+    (answers,) = _without_prompt(questions, _as_messages(completion, "assistant"))
+    if answers and questions[-1]["role"] == "user" and answers[0]["role"] in ("system", "developer", "user"):
+        raise BadRow(f"whose completion begins with a {answers[0]['role']} turn that is not the prompt's")
     questions = _with_system(row, questions)
     _last_turn(answers, "assistant")
     _refuse_empty_answers(answers)
@@ -367,9 +375,28 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     return Conversation(questions + answers, _read_tools(row.get("tools")), len(questions))
 
 
-def _without_prompt(side: Any, prompt: list[Message]) -> Any:
-    """Return the answers of a side that repeats its prompt."""
-    return side[len(prompt) :] if side[: len(prompt)] == prompt else side
+def _without_prompt(prompt: Side, *sides: Any) -> Sequence[Any]:
+    """Return the answers of sides that all repeat the prompt, else the sides.
+
+    An answer of text may well begin with a greeting, but not with three words that are all of the prompt.
+    """
+    if isinstance(prompt, str):
+        is_repeated = len(prompt.split()) > 2 and all(side.startswith(prompt) for side in sides)
+    else:
+        is_repeated = all(_stripped(side[: len(prompt)]) == _stripped(prompt) for side in sides)
+    return [side[len(prompt) :] for side in sides] if is_repeated else sides
+
+
+def _stripped(messages: Sequence[Message]) -> list[Message]:
+    return [message | {"content": message["content"].strip()} for message in messages]
+
+
+def _holds(side: Sequence[Message], prompt: Side) -> bool:
+    """Tell whether a conversation contains the text of a prompt, or its messages one after the other."""
+    if isinstance(prompt, str):
+        return " ".join(prompt.split()) in " ".join(" ".join(turn["content"] for turn in side).split())
+    turns, asked = _stripped(side), _stripped(prompt)
+    return any(turns[at : at + len(asked)] == asked for at in range(len(turns)))
 
 
 def read_document(row: dict[str, Any]) -> str:
@@ -391,14 +418,15 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(chosen, str) and isinstance(prompt, list):
         chosen, rejected = _as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")
     elif isinstance(chosen, list) and prompt is not None:
-        if isinstance(prompt, str) and chosen[0]["role"] != "assistant":
-            # Both sides often repeat the prompt; the text is then a part of the conversation.
-            if " ".join(prompt.split()) not in " ".join(" ".join(turn["content"] for turn in chosen).split()):
-                raise BadRow("whose `prompt` is not in the conversation in `chosen`", prompt)
+        if chosen[0]["role"] in ("system", "developer", "user"):
+            # Both sides often repeat the prompt, also with a system message or earlier turns before it.
+            if not _holds(chosen, prompt):
+                raise BadRow("whose `prompt` is not in the conversation in `chosen`", describe_value(prompt))
             prompt = None
         else:
             prompt = _as_messages(prompt, "user")
-            chosen, rejected = _without_prompt(chosen, prompt), _without_prompt(rejected, prompt)
+    elif prompt:
+        chosen, rejected = _without_prompt(prompt, chosen, rejected)
     if prompt is None:
         length = _implicit_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
@@ -454,6 +482,8 @@ def read_prompt(row: dict[str, Any]) -> Question:
     answer = None if completion is None else split_thought(text_of(completion))[1]
     prompt = _text_or_messages(row, "prompt")
     _refuse_empty_prompt(prompt)
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":  # begun, or the gold answer itself
+        raise BadRow("whose prompt ends with the assistant's turn, which a rollout would not continue")
     return Question(
         _with_system(row, prompt), answer, None if isinstance(prompt, str) else _read_tools(row.get("tools"))
     )

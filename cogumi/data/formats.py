@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
@@ -57,6 +58,7 @@ from cogumi.data.literal import HIDDEN, HIDDEN_FIRST, OWN_FIRST, RESERVED, Liter
 from cogumi.data.rows import (
     MEDIA,
     RECORD_COLUMN,
+    TABLE_PREFIX,
     BadRow,
     Chunk,
     Dropped,
@@ -574,9 +576,13 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     prompts = [question.prompt if text else json.dumps(question.prompt) for question in questions]
     table = {"prompt": pa.array(prompts, pa.string())}
     encoded = [*rewarded, RECORD_COLUMN, *([] if text else ["prompt"])]
+    answers = pa.array([json.dumps(question.answer) for question in questions], pa.string())
     if "answer" not in rewarded and (chat or "completion" in fields.columns):
-        table["answer"] = pa.array([json.dumps(question.answer) for question in questions], pa.string())
+        table["answer"] = answers
         encoded.append("answer")
     if RECORD_COLUMN in rows.columns:
         table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)
+        if "answer" in rewarded:  # a row without it may have the answer as a turn or a completion
+            is_null = pc.is_in(table["answer"], pa.array(["null", f"{TABLE_PREFIX}null"]))
+            table["answer"] = pc.if_else(is_null, answers, table["answer"])
     return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded), text_rows=text * len(questions))
