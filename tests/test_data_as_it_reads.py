@@ -7,13 +7,14 @@ from typing import Any
 
 import polars as pl
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.data import sources
 from cogumi.methods.examples import Examples, prepare_examples
 from tests.builders import run_config
-from tests.chat_tokenizers import ask, chat_tokenizer, say, turn
+from tests.chat_tokenizers import ask, chat_tokenizer, chunk_of, say, turn
 from tests.test_data_leaks import write_lines
 
 Row = dict[str, Any]
@@ -245,6 +246,39 @@ def test_rows_without_the_column_answer_keep_their_own(tmp_path: Path) -> None:
     )
     found = examples(tmp_path / "a.parquet", "prompt_completion", "gspo")
     assert sorted(found.train.dataset["answer"]) == ["c", "e"]
+
+
+@pytest.mark.parametrize(
+    ("format", "method", "row"),
+    [
+        ("prompt_completion", "sft", {"prompt": "q", "completion": "a"}),
+        ("prompt_completion", "gspo", {"prompt": "q"}),
+        ("preference", "dpo", {"prompt": "q", "chosen": "a", "rejected": "b"}),
+    ],
+)
+def test_tools_beside_a_prompt_of_text(tmp_path: Path, format: Any, method: Any, row: Row) -> None:
+    assert len(rows_of(tmp_path, [row | {"tools": []}, row], format, method).train.dataset) == 2
+    message = refusal(tmp_path, [row | {"tools": [TOOL]}], format, method).message
+    assert "with `tools`, for which a prompt of text has no place: write it as messages (row 1: q)" in message
+
+
+def test_a_text_has_one_end_token_where_the_tokenizer_adds_its_own() -> None:
+    tokenizer = chat_tokenizer("llama3")
+    begin, end = tokenizer.bos_token, tokenizer.eos_token
+    ids = tokenizer("a b")["input_ids"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A {end}", special_tokens=[(begin, tokenizer.bos_token_id), (end, tokenizer.eos_token_id)]
+    )
+    truth = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]
+    assert tokenizer("a b")["input_ids"] == truth
+    (document,) = chunk_of([{"text": "a b"}], tokenizer, format="text").table["input_ids"].to_pylist()
+    (answer,) = chunk_of([{"prompt": "a", "completion": " b"}], tokenizer, format="prompt_completion").table.to_pylist()
+    (pair,) = chunk_of(
+        [{"prompt": "a", "chosen": " b", "rejected": " c"}], tokenizer, "dpo", "preference"
+    ).table.to_pylist()
+    assert document == answer["input_ids"] == pair["prompt_ids"] + pair["chosen_ids"] == truth
+    with pytest.raises(UsageError, match="adds its end token to prompts of text"):
+        chunk_of([{"prompt": "a"}], tokenizer, "gspo", "prompt_completion", max_length=9)
 
 
 def test_another_format_is_named_where_it_reads_the_columns(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
-REPR = re.compile(r"\s*(?:array\()?\[\s*\{\s*'(?:role|content|from|value)'\s*:")
+REPR = re.compile(r"\s*(?:(?:array\()?\[\s*)?\{\s*'(?:role|content|from|value)'\s*:")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 LEARN_KEYS = ("weight", "train", "loss", "loss_mask", "loss_weight", "loss_scale", "train_detail")
 """Keys by which OpenAI, axolotl, ms-swift and others say whether a turn is learned: 0 or false, 1 or true. Parts drop it."""
@@ -57,7 +57,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Question:
-    """The prompt of a rollout, the gold answer, and the tools that count in its length."""
+    """The prompt of a rollout, the gold answer, and the tools of the row."""
 
     prompt: Side
     answer: str | None = None
@@ -195,7 +195,7 @@ def _read_tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     reason = "with tools that are no list of JSON schemas"
     tools = [_parse_json(tool, reason) if isinstance(tool, str) else tool for tool in _read_list(value, reason)]
-    if not all(isinstance(tool, Mapping) for tool in tools):
+    if not all(isinstance(tool, Mapping) and isinstance(tool.get("function", {}), Mapping) for tool in tools):
         raise BadRow(reason)
     # `or None`: Llama's template mentions tools even for an empty list.
     return list(tools) or None
@@ -233,7 +233,7 @@ def _refuse_empty_prompt(prompt: Side) -> None:
 
 def _refuse_repr(text: str) -> None:
     if REPR.match(text):
-        raise BadRow("of Python's repr of a list, which is not JSON (json.dumps writes that)", text)
+        raise BadRow("of Python's repr of messages, which is not JSON (json.dumps writes that)", text)
 
 
 def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
@@ -326,6 +326,8 @@ def _with_system(row: Mapping[str, Any], prompt: Any) -> Any:
     """Return the prompt with the row's system message. Raises BadRow for columns that cannot be shown with the prompt."""
     if media := next((name for name in MEDIA if row.get(name) not in (None, "", b"", [], {})), None):
         raise BadRow(f"with `{media}`, which are not read: the text alone would be learned")
+    if isinstance(prompt, str) and _read_tools(row.get("tools")):
+        raise BadRow("with `tools`, for which a prompt of text has no place: write it as messages", prompt)
     if row.get("system") is None or not (system := _read_text(row, "system")).strip():
         return prompt
     if isinstance(prompt, str):
@@ -484,9 +486,7 @@ def read_prompt(row: dict[str, Any]) -> Question:
     _refuse_empty_prompt(prompt)
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":  # begun, or the gold answer itself
         raise BadRow("whose prompt ends with the assistant's turn, which a rollout would not continue")
-    return Question(
-        _with_system(row, prompt), answer, None if isinstance(prompt, str) else _read_tools(row.get("tools"))
-    )
+    return Question(_with_system(row, prompt), answer, _read_tools(row.get("tools")))
 
 
 # ------------------------------------------------------------------------------------------------------------ thoughts
