@@ -189,6 +189,8 @@ def test_sides_that_repeat_a_prompt_of_text(tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path, [{"prompt": HUMAN, "completion": HUMAN + " 5."}], "prompt_completion").train.dataset
     assert row["input_ids"] == tokens(HUMAN + " 5.")
     assert row["completion_mask"] == [0] * len(tokenizer(HUMAN)["input_ids"]) + [1] * (sum(row["completion_mask"]))
+    repeated = {"prompt": HUMAN, "completion": HUMAN + " 5."}
+    assert rows_of(tmp_path, [repeated], "prompt_completion", "gspo").train.dataset[0]["answer"] == " 5."
 
 
 @pytest.mark.parametrize(

@@ -481,8 +481,10 @@ def read_question(row: dict[str, Any]) -> Question:
 def read_prompt(row: dict[str, Any]) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
     completion = None if row.get("completion") is None else _text_or_messages(row, "completion")
-    answer = None if completion is None else split_thought(text_of(completion))[1]
     prompt = _text_or_messages(row, "prompt")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        (completion,) = _without_prompt(prompt, completion)
+    answer = None if completion is None else split_thought(text_of(completion))[1]
     _refuse_empty_prompt(prompt)
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":  # begun, or the gold answer itself
         raise BadRow("whose prompt ends with the assistant's turn, which a rollout would not continue")

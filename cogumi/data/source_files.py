@@ -62,11 +62,9 @@ def find_files(path: str | Path) -> list[Path]:
             if files := [file for file in below if kind_of(file) == kind]:
                 return files if kind == TEXT else _training_files(local, files)
         message = "this directory holds no .parquet or .jsonl file, nor a .csv, .txt or .md"
-        fix = "give a file of its own"
-        if below:
-            message += f", but {below[0].name}"
-            fix = "write it as parquet (load_from_disk and to_parquet of datasets read what save_to_disk wrote)"
-        raise UsageError(message, place=path, fix=fix)
+        convert = "write it as parquet (load_from_disk and to_parquet of datasets read what save_to_disk wrote)"
+        unread, fix = (f", but {below[0].name}", convert) if below else ("", "give a file of its own")
+        raise UsageError(message + unread, place=path, fix=fix)
     if glob.has_magic(path):
         matches = _matches(path)
         tables = [file for file in matches if kind_of(file) not in (None, TEXT)]
