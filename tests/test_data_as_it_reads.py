@@ -213,6 +213,15 @@ def test_sides_with_other_turns_around_the_prompt(tmp_path: Path, prompt: list[R
     assert "`prompt` is not in the conversation in `chosen` (row 1: system: S user: 2 + 3?)" in other.message
 
 
+def test_a_result_of_a_tool_is_no_part_of_a_preference(tmp_path: Path) -> None:
+    called = say("", tool_calls=[{"function": {"name": "find", "arguments": {}}}])
+    row = {"prompt": CHAT[:1], **PAIR, "tools": [TOOL]}
+    wrong = row | {"chosen": [called, turn("tool", "5"), say("good")]}
+    found = rows_of(tmp_path, [row | {"prompt": [CHAT[0], called, turn("tool", "5")]}, wrong], "preference", "dpo")
+    assert list(found.train.dropped) == ["with a tool's turn among the answers of chosen or rejected"]
+    assert len(found.train.dataset) == 1
+
+
 def test_a_completion_that_repeats_the_question(tmp_path: Path) -> None:
     found = rows_of(tmp_path, [{"prompt": "2 + 3?\n", "completion": CHAT}], "prompt_completion")
     assert ids_of(found) == [rendered([ask("2 + 3?\n"), *CHAT[1:]])]

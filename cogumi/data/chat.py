@@ -443,8 +443,8 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
             continue
         if not side or side[-1]["role"] != "assistant":
             raise BadRow("with a side that does not end with the assistant")
-        if any(message["role"] == "user" for message in side):  # its question would be learned with the answers
-            raise BadRow("with a user's turn among the answers of chosen or rejected")
+        if others := [role for message in side if (role := message["role"]) != "assistant"]:  # it would be learned, too
+            raise BadRow(f"with a {others[0]}'s turn among the answers of chosen or rejected")
         _refuse_empty_answers(side)
         _refuse_context_turns(side, "in chosen or rejected")
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": _read_tools(row.get("tools"))}
