@@ -383,7 +383,7 @@ def _without_prompt(prompt: Side, *sides: Any) -> Sequence[Any]:
     An answer of text may well begin with a greeting, but not with three words that are all of the prompt.
     """
     if isinstance(prompt, str):
-        is_repeated = len(prompt.split()) > 2 and all(side.startswith(prompt) for side in sides)
+        is_repeated = all(side.startswith(prompt) for side in sides) and len(prompt.split()) > 2
     else:
         is_repeated = all(_stripped(side[: len(prompt)]) == _stripped(prompt) for side in sides)
     return [side[len(prompt) :] for side in sides] if is_repeated else sides
