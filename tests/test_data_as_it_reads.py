@@ -7,13 +7,14 @@ from typing import Any
 
 import polars as pl
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.data import sources
 from cogumi.methods.examples import Examples, prepare_examples
 from tests.builders import run_config
-from tests.chat_tokenizers import ask, chat_tokenizer, say, turn
+from tests.chat_tokenizers import ask, chat_tokenizer, chunk_of, say, turn
 from tests.test_data_leaks import write_lines
 
 Row = dict[str, Any]
@@ -167,6 +168,130 @@ def test_a_prompt_that_is_not_in_the_conversation_drops_the_row(tmp_path: Path) 
     assert "`prompt` is not in the conversation in `chosen` (row 1: Read this first. 2 + 3?)" in message
 
 
+HUMAN = "\n\nHuman: 2 + 3?\n\nAssistant:"
+
+
+def test_sides_that_repeat_a_prompt_of_text(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("qwen3")
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer(text + tokenizer.eos_token)["input_ids"])
+
+    def pairs_of(prompt: str, chosen: str, rejected: str) -> list[list[int]]:
+        row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        (pair,) = rows_of(tmp_path, [row], "preference", "dpo").train.dataset
+        return [pair["prompt_ids"] + pair[f"{side}_ids"] for side in PAIR]
+
+    assert pairs_of(HUMAN, HUMAN + " 5.", HUMAN + " 6.") == [tokens(HUMAN + " 5."), tokens(HUMAN + " 6.")]
+    # A bad answer is one that repeats the question; one that begins with a greeting is an answer.
+    assert pairs_of(HUMAN, " 5.", HUMAN + " 6.") == [tokens(HUMAN + " 5."), tokens(HUMAN + HUMAN + " 6.")]
+    assert pairs_of("Hi", "Hi! So?", "Hi.") == [tokens("HiHi! So?"), tokens("HiHi.")]
+    (row,) = rows_of(tmp_path, [{"prompt": HUMAN, "completion": HUMAN + " 5."}], "prompt_completion").train.dataset
+    assert row["input_ids"] == tokens(HUMAN + " 5.")
+    assert row["completion_mask"] == [0] * len(tokenizer(HUMAN)["input_ids"]) + [1] * (sum(row["completion_mask"]))
+    repeated = {"prompt": HUMAN, "completion": HUMAN + " 5."}
+    assert rows_of(tmp_path, [repeated], "prompt_completion", "gspo").train.dataset[0]["answer"] == " 5."
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ([ask(" 2 + 3?\n")], [ask("2 + 3?")]),
+        ([ask("2 + 3?")], [turn("system", "S"), ask("2 + 3?")]),
+        ([ask("And?")], [*CHAT, ask("And?")]),
+        ([ask("2 + 3?")], [*CHAT, ask("And?")]),
+    ],
+)
+def test_sides_with_other_turns_around_the_prompt(tmp_path: Path, prompt: list[Row], before: list[Row]) -> None:
+    sides = {side: [*before, *answer] for side, answer in PAIR.items()}
+    (pair,) = rows_of(tmp_path, [{"prompt": prompt, **sides}], "preference", "dpo").train.dataset
+    for side in PAIR:
+        assert pair["prompt_ids"] + pair[f"{side}_ids"] == rendered(sides[side])
+    other = refusal(
+        tmp_path, [{"prompt": [turn("system", "S"), ask("2 + 3?")], **PAIR | {"chosen": CHAT}}], "preference", "dpo"
+    )
+    assert "`prompt` is not in the conversation in `chosen` (row 1: system: S user: 2 + 3?)" in other.message
+
+
+def test_a_result_of_a_tool_is_no_part_of_a_preference(tmp_path: Path) -> None:
+    called = say("", tool_calls=[{"function": {"name": "find", "arguments": {}}}])
+    row = {"prompt": CHAT[:1], **PAIR, "tools": [TOOL]}
+    wrong = row | {"chosen": [called, turn("tool", "5"), say("good")]}
+    found = rows_of(tmp_path, [row | {"prompt": [CHAT[0], called, turn("tool", "5")]}, wrong], "preference", "dpo")
+    assert list(found.train.dropped) == ["with a tool's turn among the answers of chosen or rejected"]
+    assert len(found.train.dataset) == 1
+
+
+def test_a_completion_that_repeats_the_question(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, [{"prompt": "2 + 3?\n", "completion": CHAT}], "prompt_completion")
+    assert ids_of(found) == [rendered([ask("2 + 3?\n"), *CHAT[1:]])]
+    for role in ("system", "user"):
+        row = {"prompt": "2 + 3?", "completion": [turn(role, "S"), *CHAT]}
+        message = refusal(tmp_path, [row], "prompt_completion").message
+        assert f"whose completion begins with a {role} turn that is not the prompt's" in message
+    message_text = json.dumps(say("5."))
+    found = rows_of(tmp_path, [{"prompt": CHAT[:1], "completion": message_text}], "prompt_completion")
+    assert ids_of(found) == [rendered(CHAT)]
+
+
+@pytest.mark.parametrize("tagged", ["count", "", "\n"])
+def test_a_thought_beside_and_inside_the_content_is_one(tmp_path: Path, tagged: str) -> None:
+    answer = say(f"<think>\n{tagged}\n</think>\n\n5.", reasoning_content="count")
+    found = rows_of(tmp_path, [{"messages": [CHAT[0], answer]}])
+    assert ids_of(found) == [rendered([CHAT[0], say("5.", reasoning_content="count")])]
+    answer["reasoning_content"] = "guess"
+    if tagged == "count":
+        assert "with two thoughts" in refusal(tmp_path, [{"messages": [CHAT[0], answer]}]).message
+
+
+def test_an_alpaca_row_with_an_input_alone(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, [{"instruction": "", "input": "2 + 3?", "output": "5."}])
+    assert ids_of(found) == [rendered(CHAT)]
+
+
+def test_rows_without_the_column_answer_keep_their_own(tmp_path: Path) -> None:
+    found = rows_of(tmp_path, [{"messages": CHAT}, {"messages": [ask("q"), say("a")], "answer": 7}], method="gspo")
+    assert sorted(map(str, found.train.dataset["answer"])) == ["5.", "7"]
+    pl.DataFrame({"prompt": ["a", "b"], "completion": ["c", "d"], "answer": [None, "e"]}).write_parquet(
+        tmp_path / "a.parquet"
+    )
+    found = examples(tmp_path / "a.parquet", "prompt_completion", "gspo")
+    assert sorted(found.train.dataset["answer"]) == ["c", "e"]
+
+
+@pytest.mark.parametrize(
+    ("format", "method", "row"),
+    [
+        ("prompt_completion", "sft", {"prompt": "q", "completion": "a"}),
+        ("prompt_completion", "gspo", {"prompt": "q"}),
+        ("preference", "dpo", {"prompt": "q", "chosen": "a", "rejected": "b"}),
+    ],
+)
+def test_tools_beside_a_prompt_of_text(tmp_path: Path, format: Any, method: Any, row: Row) -> None:
+    assert len(rows_of(tmp_path, [row | {"tools": []}, row], format, method).train.dataset) == 2
+    message = refusal(tmp_path, [row | {"tools": [TOOL]}], format, method).message
+    assert "with `tools`, for which a prompt of text has no place: write it as messages (row 1: q)" in message
+
+
+def test_a_text_has_one_end_token_where_the_tokenizer_adds_its_own() -> None:
+    tokenizer = chat_tokenizer("llama3")
+    begin, end = tokenizer.bos_token, tokenizer.eos_token
+    ids = tokenizer("a b")["input_ids"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A {end}", special_tokens=[(begin, tokenizer.bos_token_id), (end, tokenizer.eos_token_id)]
+    )
+    truth = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]
+    assert tokenizer("a b")["input_ids"] == truth
+    (document,) = chunk_of([{"text": "a b"}], tokenizer, format="text").table["input_ids"].to_pylist()
+    (answer,) = chunk_of([{"prompt": "a", "completion": " b"}], tokenizer, format="prompt_completion").table.to_pylist()
+    (pair,) = chunk_of(
+        [{"prompt": "a", "chosen": " b", "rejected": " c"}], tokenizer, "dpo", "preference"
+    ).table.to_pylist()
+    assert document == answer["input_ids"] == pair["prompt_ids"] + pair["chosen_ids"] == truth
+    with pytest.raises(UsageError, match="adds its end token to prompts of text"):
+        chunk_of([{"prompt": "a"}], tokenizer, "gspo", "prompt_completion", max_length=9)
+
+
 def test_another_format_is_named_where_it_reads_the_columns(tmp_path: Path) -> None:
     assert "data.format: chat reads them" in str(refusal(tmp_path, [{"messages": CHAT}], "fim"))
     row = {"prompt": "q", "completion": "a"}
@@ -192,6 +317,7 @@ HEADER = "prompt,completion\n"
         (HEADER + '"Hello" he said,ok\n', 2),
         (HEADER + "a,b\nc\n", 3),
         ("prompt,completion,prompt\na,b,c\n", 1),
+        (HEADER + "a,b\n" + HEADER + "c,d\n", 3),  # joined files
     ],
 )
 @pytest.mark.parametrize("suffix", ["csv", "TSV", "csv.bz2"])

@@ -194,16 +194,18 @@ def test_prompts_keep_calls_of_tools_and_what_those_returned() -> None:
     """Every message has its own keys and no others, as templates ask for them; arguments are as the row has them."""
     called = [ask("x"), say("", tool_calls=[CALL]), turn("tool", "5", name="add")]
     talks = [[*called, say("5."), ask("And 4?"), say("5.")], called, [*called, say("5.")], called[:1]]
-    tools = [[TOOL], "[]", None, None]
+    tools = [None, "[]", None, None]
     rows = {name: pl.Series(cells, dtype=pl.Object) for name, cells in (("messages", talks), ("tools", tools))}
     actual = examples_of(chunk_of(rows, "qwen3", options("gspo", "chat")))
     assert [each["prompt"] for each in actual] == [talks[0][:5], called, called[:1], called[:1]]
     assert [each["answer"] for each in actual] == ["5.", None, "5.", None]
-    given = examples_of(chunk_of({"prompt": rows["messages"]}, "qwen3", options("gspo", "prompt_completion")))
-    assert [each["prompt"] for each in given] == talks
+    given = chunk_of({"prompt": rows["messages"]}, "qwen3", options("gspo", "prompt_completion"))
+    assert [each["prompt"] for each in examples_of(given)] == [talks[1], talks[3]]
+    (reason,) = given.dropped  # a rollout would follow the gold answer
+    assert reason.startswith("whose prompt ends with the assistant's turn")
 
 
-def test_the_tools_of_a_row_count_in_the_length_of_its_prompt() -> None:
+def test_the_tools_of_the_run_count_in_the_length_of_a_prompt() -> None:
     tokenizer = chat_tokenizer("qwen3")
     long, short = (
         len(tokenizer.apply_chat_template([ask("x")], tools=tools, add_generation_prompt=True, return_dict=False))
@@ -211,10 +213,13 @@ def test_the_tools_of_a_row_count_in_the_length_of_its_prompt() -> None:
     )
     assert long > short + 20
     rows = {"prompt": pl.Series([[ask("x")]] * 2, dtype=pl.Object), "tools": [json.dumps([TOOL]), None]}
-    for most, kept in ((long, 2), (long - 1, 1), (short - 1, 0)):
-        chunk = chunk_of(rows, "qwen3", options("gspo", "prompt_completion", max_length=most))
+    for tools, most, kept in (([TOOL], long, 2), ([TOOL], long - 1, 0), ([], short, 1), ([], short - 1, 0)):
+        chunk = chunk_of(rows, "qwen3", options("gspo", "prompt_completion", max_length=most, tools=tools))
         assert len(chunk.table) == kept
         assert sum(drop.count for drop in chunk.dropped.values()) == 2 - kept
+    # TRL shows a rollout the tools of the run alone.
+    (reason, _) = chunk.dropped
+    assert reason == "with `tools` that are not the run's (cogumi.tools), which alone a rollout is shown"
 
 
 def test_text_that_is_too_long_loses_its_beginning() -> None:

@@ -98,9 +98,15 @@ def test_other_json_is_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [str(QUESTION), str(QUESTION + ANSWER).replace("}, ", "}\n "), f"array({QUESTION}, dtype=object)"]
+    "text",
+    [
+        str(QUESTION),
+        str(QUESTION[0]),
+        str(QUESTION + ANSWER).replace("}, ", "}\n "),
+        f"array({QUESTION}, dtype=object)",
+    ],
 )
 @pytest.mark.parametrize("column", ["prompt", "chosen", "rejected"])
 def test_a_repr_is_named_as_that(text: str, column: str) -> None:
-    with pytest.raises(BadRow, match="Python's repr of a list"):
+    with pytest.raises(BadRow, match="Python's repr of messages"):
         read_pair({"prompt": "q", "chosen": "a", "rejected": "b", column: text})

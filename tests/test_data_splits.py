@@ -11,7 +11,7 @@ from golden import Golden
 
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
-from cogumi.data.source_files import find_files, locate
+from cogumi.data.source_files import describe_left_out, find_files, locate
 from cogumi.methods.examples import Examples, prepare_examples
 from tests.builders import run_config
 from tests.chat_tokenizers import chat_tokenizer
@@ -200,3 +200,40 @@ def test_the_training_file_as_its_own_eval_source_is_refused_with_a_fix(tmp_path
 def test_the_question_of_a_single_row_is_not_shared(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", range(1))
     assert examples_of(tmp_path, eval_rows=0).train.sharing == 0
+
+
+def test_a_missing_part_of_a_table_is_refused(tmp_path: Path) -> None:
+    parts = ["train-00000-of-00002-ab.jsonl", "train-00001-of-00002-cd.jsonl"]
+    write_all(tmp_path / "data", [*parts, "test-00000-of-00002.jsonl"])
+    assert names(tmp_path) == parts
+    (tmp_path / "data" / parts[0]).unlink()
+    with pytest.raises(UsageError, match=r"only 1 of 2 files train-\*-of-00002 are here") as caught:
+        names(tmp_path)
+    assert "by a pattern" in str(caught.value.fix)
+    assert names(f"{tmp_path}/data/train-*") == parts[1:]
+
+
+def test_directories_behind_links_are_read_once(tmp_path: Path) -> None:
+    write_all(tmp_path, ["home/a.jsonl", "other/b.jsonl"])
+    (tmp_path / "home/more").symlink_to(tmp_path / "other")
+    (tmp_path / "other/back").symlink_to(tmp_path / "home/more")
+    assert names(tmp_path / "home") == ["a.jsonl", "b.jsonl"]
+
+
+def test_files_that_are_not_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"nor a \.csv, \.txt or \.md, but data-00000-of-00001\.arrow"):
+        find_files(tmp_path)
+    write_all(tmp_path, ["a.jsonl"])
+    (tmp_path / "b.jsonl.xz").write_bytes(b"x")
+    (line,) = describe_left_out(str(tmp_path), find_files(tmp_path))
+    assert "2 files are left out: b.jsonl.xz (only .jsonl is read), data-00000-of-00001.arrow" in line
+
+
+def test_a_card_with_directories_says_what_its_subsets_are(tmp_path: Path) -> None:
+    write_all(tmp_path, ["en/train.jsonl", "fr/other.jsonl"])
+    subsets = ", ".join(f"{{config_name: {name}, data_dir: {name}}}" for name in ("en", "fr"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs: [{subsets}]\n---\nAbout\n")
+    assert names(tmp_path, subset="fr") == ["other.jsonl"]
+    with pytest.raises(UsageError, match=r"data\.subset names one of several"):
+        names(tmp_path)

@@ -16,7 +16,15 @@ from golden import Golden
 
 from cogumi.core.errors import UsageError
 from cogumi.evaluation.reward_scores import call_reward
-from cogumi.rewards.functions import Completion, answer_similarity, edit_similarity, exact_match, final_number, parses
+from cogumi.rewards.functions import (
+    Completion,
+    answer_similarity,
+    edit_similarity,
+    exact_answer,
+    exact_match,
+    final_number,
+    parses,
+)
 from cogumi.rewards.math_answers import math_answer
 from cogumi.rewards.named_rewards import (
     BUILTIN_REWARDS,
@@ -53,6 +61,11 @@ def test_the_last_number_counts(completion: str, answer: object, right: bool) ->
 
 def test_neither_has_a_number_is_no_match() -> None:
     assert final_number(["words"], answer=["words"]) == [0.0]
+
+
+def test_a_row_without_an_answer_rewards_nothing() -> None:
+    for reward in (final_number, exact_answer, answer_similarity):
+        assert reward(["None"], answer=[None]) == [0.0]
 
 
 def test_chat_completions_count_by_their_last_message() -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cogumi.core.errors import UsageError
-from cogumi.data.rows import MEDIA, BadRow, decode_cell
+from cogumi.data.rows import MEDIA, BadRow, decode_cell, describe_value
 
 Message = dict[str, Any]
 Side = str | list[Message]
@@ -36,7 +36,7 @@ ROLES = {
 }
 CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
-REPR = re.compile(r"\s*(?:array\()?\[\s*\{\s*'(?:role|content|from|value)'\s*:")
+REPR = re.compile(r"\s*(?:(?:array\()?\[\s*)?\{\s*'(?:role|content|from|value)'\s*:")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 LEARN_KEYS = ("weight", "train", "loss", "loss_mask", "loss_weight", "loss_scale", "train_detail")
 """Keys by which OpenAI, axolotl, ms-swift and others say whether a turn is learned: 0 or false, 1 or true. Parts drop it."""
@@ -57,7 +57,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Question:
-    """The prompt of a rollout, the gold answer, and the tools that count in its length."""
+    """The prompt of a rollout, the gold answer, and the tools of the row."""
 
     prompt: Side
     answer: str | None = None
@@ -124,7 +124,12 @@ def _read_message(raw: Any) -> Message:
         message["tool_calls"] = list(map(_read_tool_call, calls))
     texts = {"reasoning_content": next((raw[key] for key in REASONING_KEYS if raw.get(key)), None)}
     texts |= {key: raw.get(key) for key in ("name", "tool_call_id")}
-    return message | {key: _join_parts(text) for key, text in texts.items() if text is not None}
+    message |= {key: _join_parts(text) for key, text in texts.items() if text is not None}
+    if "reasoning_content" in message and message["content"].lstrip().startswith(OPEN):  # servers may write both
+        thought, message["content"] = split_thought(message["content"])
+        if (thought or "").strip() not in ("", message["reasoning_content"].strip()):
+            raise BadRow("with two thoughts, one beside the content and another one in its tags", thought)
+    return message
 
 
 def _read_weight(raw: Mapping[str, Any]) -> Message:
@@ -190,7 +195,7 @@ def _read_tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     reason = "with tools that are no list of JSON schemas"
     tools = [_parse_json(tool, reason) if isinstance(tool, str) else tool for tool in _read_list(value, reason)]
-    if not all(isinstance(tool, Mapping) for tool in tools):
+    if not all(isinstance(tool, Mapping) and isinstance(tool.get("function", {}), Mapping) for tool in tools):
         raise BadRow(reason)
     # `or None`: Llama's template mentions tools even for an empty list.
     return list(tools) or None
@@ -228,7 +233,7 @@ def _refuse_empty_prompt(prompt: Side) -> None:
 
 def _refuse_repr(text: str) -> None:
     if REPR.match(text):
-        raise BadRow("of Python's repr of a list, which is not JSON (json.dumps writes that)", text)
+        raise BadRow("of Python's repr of messages, which is not JSON (json.dumps writes that)", text)
 
 
 def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
@@ -237,14 +242,15 @@ def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
     if isinstance(value, list) or _is_message(value):
         return read_messages(value if isinstance(value, list) else [value])
     text = _read_text(row, name)
-    if text.lstrip()[:1] in ("[", "a"):
+    if text.lstrip()[:1] in ("[", "{", "a"):
         _refuse_repr(text)
         try:
             parsed = json.loads(text)
         except (ValueError, RecursionError):
             return text
-        if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
-            return read_messages(parsed)
+        messages = parsed if isinstance(parsed, list) else [parsed]
+        if messages and all(map(_is_message, messages)):
+            return read_messages(messages)
     return text
 
 
@@ -309,9 +315,8 @@ def _row_messages(row: dict[str, Any]) -> list[Message]:
     if "instruction" not in row:
         messages = read_messages(row["messages"] if "messages" in row else row["conversations"])
     else:
-        question = _read_text(row, "instruction")
-        if row.get("input") is not None and (extra := _read_text(row, "input")).strip():
-            question = f"{question}\n\n{extra}"
+        texts = [_read_text(row, "instruction"), *([] if row.get("input") is None else [_read_text(row, "input")])]
+        question = "\n\n".join(filter(str.strip, texts))
         messages = _read_history(row.get("history"))
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": _read_text(row, "output")}]
     return _with_system(row, messages)
@@ -321,6 +326,8 @@ def _with_system(row: Mapping[str, Any], prompt: Any) -> Any:
     """Return the prompt with the row's system message. Raises BadRow for columns that cannot be shown with the prompt."""
     if media := next((name for name in MEDIA if row.get(name) not in (None, "", b"", [], {})), None):
         raise BadRow(f"with `{media}`, which are not read: the text alone would be learned")
+    if isinstance(prompt, str) and _read_tools(row.get("tools")):
+        raise BadRow("with `tools`, for which a prompt of text has no place: write it as messages", prompt)
     if row.get("system") is None or not (system := _read_text(row, "system")).strip():
         return prompt
     if isinstance(prompt, str):
@@ -355,11 +362,14 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
     prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
+        (completion,) = _without_prompt(prompt, completion)
         if not completion.strip():
             raise BadRow("with an empty answer")
         return _with_system(row, prompt), completion
     questions = _as_messages(prompt, "user")
-    answers = _without_prompt(_as_messages(completion, "assistant"), questions)
+    (answers,) = _without_prompt(questions, _as_messages(completion, "assistant"))
+    if answers and questions[-1]["role"] == "user" and answers[0]["role"] in ("system", "developer", "user"):
+        raise BadRow(f"whose completion begins with a {answers[0]['role']} turn that is not the prompt's")
     questions = _with_system(row, questions)
     _last_turn(answers, "assistant")
     _refuse_empty_answers(answers)
@@ -367,9 +377,28 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     return Conversation(questions + answers, _read_tools(row.get("tools")), len(questions))
 
 
-def _without_prompt(side: Any, prompt: list[Message]) -> Any:
-    """Return the answers of a side that repeats its prompt."""
-    return side[len(prompt) :] if side[: len(prompt)] == prompt else side
+def _without_prompt(prompt: Side, *sides: Any) -> Sequence[Any]:
+    """Return the answers of sides that all repeat the prompt, else the sides.
+
+    An answer of text may well begin with a greeting, but not with three words that are all of the prompt.
+    """
+    if isinstance(prompt, str):
+        is_repeated = all(side.startswith(prompt) for side in sides) and len(prompt.split()) > 2
+    else:
+        is_repeated = all(_stripped(side[: len(prompt)]) == _stripped(prompt) for side in sides)
+    return [side[len(prompt) :] for side in sides] if is_repeated else sides
+
+
+def _stripped(messages: Sequence[Message]) -> list[Message]:
+    return [message | {"content": message["content"].strip()} for message in messages]
+
+
+def _holds(side: Sequence[Message], prompt: Side) -> bool:
+    """Tell whether a conversation contains the text of a prompt, or its messages one after the other."""
+    if isinstance(prompt, str):
+        return " ".join(prompt.split()) in " ".join(" ".join(turn["content"] for turn in side).split())
+    turns, asked = _stripped(side), _stripped(prompt)
+    return any(turns[at : at + len(asked)] == asked for at in range(len(turns)))
 
 
 def read_document(row: dict[str, Any]) -> str:
@@ -391,14 +420,15 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(chosen, str) and isinstance(prompt, list):
         chosen, rejected = _as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")
     elif isinstance(chosen, list) and prompt is not None:
-        if isinstance(prompt, str) and chosen[0]["role"] != "assistant":
-            # Both sides often repeat the prompt; the text is then a part of the conversation.
-            if " ".join(prompt.split()) not in " ".join(" ".join(turn["content"] for turn in chosen).split()):
-                raise BadRow("whose `prompt` is not in the conversation in `chosen`", prompt)
+        if chosen[0]["role"] in ("system", "developer", "user"):
+            # Both sides often repeat the prompt, also with a system message or earlier turns before it.
+            if not _holds(chosen, prompt):
+                raise BadRow("whose `prompt` is not in the conversation in `chosen`", describe_value(prompt))
             prompt = None
         else:
             prompt = _as_messages(prompt, "user")
-            chosen, rejected = _without_prompt(chosen, prompt), _without_prompt(rejected, prompt)
+    elif prompt:
+        chosen, rejected = _without_prompt(prompt, chosen, rejected)
     if prompt is None:
         length = _implicit_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
@@ -413,8 +443,8 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
             continue
         if not side or side[-1]["role"] != "assistant":
             raise BadRow("with a side that does not end with the assistant")
-        if any(message["role"] == "user" for message in side):  # its question would be learned with the answers
-            raise BadRow("with a user's turn among the answers of chosen or rejected")
+        if others := [role for message in side if (role := message["role"]) != "assistant"]:  # it would be learned, too
+            raise BadRow(f"with a {others[0]}'s turn among the answers of chosen or rejected")
         _refuse_empty_answers(side)
         _refuse_context_turns(side, "in chosen or rejected")
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "tools": _read_tools(row.get("tools"))}
@@ -451,12 +481,14 @@ def read_question(row: dict[str, Any]) -> Question:
 def read_prompt(row: dict[str, Any]) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
     completion = None if row.get("completion") is None else _text_or_messages(row, "completion")
-    answer = None if completion is None else split_thought(text_of(completion))[1]
     prompt = _text_or_messages(row, "prompt")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        (completion,) = _without_prompt(prompt, completion)
+    answer = None if completion is None else split_thought(text_of(completion))[1]
     _refuse_empty_prompt(prompt)
-    return Question(
-        _with_system(row, prompt), answer, None if isinstance(prompt, str) else _read_tools(row.get("tools"))
-    )
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":  # begun, or the gold answer itself
+        raise BadRow("whose prompt ends with the assistant's turn, which a rollout would not continue")
+    return Question(_with_system(row, prompt), answer, _read_tools(row.get("tools")))
 
 
 # ------------------------------------------------------------------------------------------------------------ thoughts

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
@@ -57,6 +58,7 @@ from cogumi.data.literal import HIDDEN, HIDDEN_FIRST, OWN_FIRST, RESERVED, Liter
 from cogumi.data.rows import (
     MEDIA,
     RECORD_COLUMN,
+    TABLE_PREFIX,
     BadRow,
     Chunk,
     Dropped,
@@ -532,8 +534,8 @@ def fit_pair(pair: tuple[Ids, Ids, Ids, Any], options: FormatOptions) -> tuple[t
 def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """Make `prompt` and the rewards' `answer` (null without one), `record` and named columns, where rows have them.
 
-    Messages are what the chat template takes, with tool calls, and GRPOTrainer renders them. A row's `tools` count in the
-    length. Text over the budget loses its beginning or its row, as `data.overlong` says; messages are dropped.
+    Messages are what the chat template takes, with tool calls, and GRPOTrainer renders them, with the run's tools. Text over
+    the budget loses its beginning or its row, as `data.overlong` says; messages are dropped.
     """
     options = using.options
     dropped: dict[str, Dropped] = {}
@@ -549,8 +551,12 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
         """Return (the question, its prompt as the model sees it)."""
         if isinstance(question.prompt, str):
             return question, question.prompt
-        adapted = using.template.adapt(question.prompt)
-        tools = [*(question.tools or []), *options.tools]
+        adapted, tools = using.template.adapt(question.prompt), list(options.tools)
+        row_tools, run_tools = (
+            {tool.get("function", tool).get("name") for tool in some} for some in (question.tools or (), tools)
+        )
+        if not row_tools <= run_tools:
+            raise BadRow("with `tools` that are not the run's (cogumi.tools), which alone a rollout is shown")
         # The trainer renders the messages, as `keep_data_as_text` has it do.
         return replace(question, prompt=using.literal.reveal(adapted)), using.template.prompt(adapted, tools or None)
 
@@ -567,6 +573,9 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     questions, truncated = [question for question, _ in rendered], 0
     if options.max_length is not None:
         ids = using.literal.encode([prompt for _, prompt in rendered], special_tokens=text)
+        if text and any(prompt[-1] == using.tokenizer.eos_token_id for prompt in ids):
+            message = "the tokenizer adds its end token to prompts of text, which a rollout would begin behind"
+            raise UsageError(message, key="data.source", fix="write the prompts as lists of messages")
         pairs = zip(questions, ids, strict=True)
         fitting, at = try_each(pairs, at, fit, dropped, lambda example: example[0].prompt)
         questions, truncated = [question for question, _ in fitting], sum(is_cut for _, is_cut in fitting)
@@ -574,9 +583,13 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     prompts = [question.prompt if text else json.dumps(question.prompt) for question in questions]
     table = {"prompt": pa.array(prompts, pa.string())}
     encoded = [*rewarded, RECORD_COLUMN, *([] if text else ["prompt"])]
+    answers = pa.array([json.dumps(question.answer) for question in questions], pa.string())
     if "answer" not in rewarded and (chat or "completion" in fields.columns):
-        table["answer"] = pa.array([json.dumps(question.answer) for question in questions], pa.string())
+        table["answer"] = answers
         encoded.append("answer")
     if RECORD_COLUMN in rows.columns:
         table |= record_columns(rows[RECORD_COLUMN].gather([row - first_row for row in at]).to_list(), rewarded)
+        if "answer" in rewarded:  # a row without it may have the answer as a turn or a completion
+            is_null = pc.is_in(table["answer"], pa.array(["null", f"{TABLE_PREFIX}null"]))
+            table["answer"] = pc.if_else(is_null, answers, table["answer"])
     return Chunk(pa.table(table), dropped, truncated, encoded=tuple(encoded), text_rows=text * len(questions))

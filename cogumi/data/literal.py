@@ -138,8 +138,10 @@ class LiteralText:
         return encoding, np.array([real.get(number, number) for number in encoding.ids], np.int32)
 
     def encode(self, texts: Sequence[str], special_tokens: bool = False) -> list[Ids]:
-        """Tokenize rendered texts as `encoding.encode`, with the hidden spellings as text."""
-        ids = encode(self.tokenizer, texts, special_tokens)
+        """Tokenize rendered texts as `encoding.encode`, with the hidden spellings as text, and one end token at the end."""
+        ids, end = encode(self.tokenizer, texts, special_tokens), self.tokenizer.eos_token_id
+        if special_tokens:  # some tokenizers end every text by themselves
+            ids = [of_text[:-1] if of_text[-2:].tolist() == [end, end] else of_text for of_text in ids]
         for index, text in enumerate(texts if not special_tokens else ()):
             if HIDDEN.search(text):
                 ids[index] = self.encoding(self.restore(text))[1]

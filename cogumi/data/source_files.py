@@ -4,7 +4,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,8 @@ PARQUET, JSON_LINES, CSV, TEXT = "parquet", "JSON lines", "CSV", "text"
 SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
 SUFFIXES[TEXT] = (".txt", ".md")  # one document each
 COMPRESSED = (".gz", ".zst", ".bz2")  # of all others; a parquet file is compressed inside
+UNREAD = (".arrow", ".feather", ".xlsx", ".xls", ".db", ".sqlite", ".pkl", ".xz", ".lz4", ".zip", ".tar", ".tgz")
+"""Suffixes of files that may hold rows, which are not read and not left out in silence."""
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -26,6 +28,7 @@ SPLITS = {
 """Words in names of files and directories that the hub reads as a split (`datasets.data_files`)."""
 SPLIT_WORD = re.compile(rf"(?:^|[\W_\d])({'|'.join(SPLITS)})(?=[\W_\d]|$)")
 SHARD = re.compile(r"[-_]?\d+(-of-\d+.*)?$")
+OF_SEVERAL = re.compile(r"(.*?)(\d+)-of-(\d+)")  # a name's start, its number, and how many there are
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 log = logging.getLogger("cogumi")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -59,7 +62,9 @@ def find_files(path: str | Path) -> list[Path]:
             if files := [file for file in below if kind_of(file) == kind]:
                 return files if kind == TEXT else _training_files(local, files)
         message = "this directory holds no .parquet or .jsonl file, nor a .csv, .txt or .md"
-        raise UsageError(message, place=path, fix="give a file of its own")
+        convert = "write it as parquet (load_from_disk and to_parquet of datasets read what save_to_disk wrote)"
+        unread, fix = (f", but {below[0].name}", convert) if below else ("", "give a file of its own")
+        raise UsageError(message + unread, place=path, fix=fix)
     if glob.has_magic(path):
         matches = _matches(path)
         tables = [file for file in matches if kind_of(file) not in (None, TEXT)]
@@ -111,10 +116,19 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith((".", "__")) for part in path.parts)
 
 
+def _files_below(directory: Path) -> Iterator[Path]:
+    """Iterate over the files below a directory, also those behind links to other directories, each directory once."""
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(directory, followlinks=True):
+        folders[:] = [name for name in folders if os.path.realpath(Path(folder, name)) not in seen]
+        seen.update(os.path.realpath(Path(folder, name)) for name in folders)
+        yield from (file for name in names if (file := Path(folder, name)).is_file())
+
+
 def _matches(source: str) -> list[Path]:
-    """Return the data files below a directory, or the files that a pattern matches, in name order."""
+    """Return the data files below a directory, read or not, or the files that a pattern matches, in name order."""
     if Path(source).is_dir():
-        return sorted(file for file in Path(source).rglob("*") if kind_of(file) and file.is_file())
+        return sorted(file for file in _files_below(Path(source)) if kind_of(file) or file.suffix.lower() in UNREAD)
     names = glob.glob(source, recursive=True) if glob.has_magic(source) else []
     return sorted(Path(name) for name in names if Path(name).is_file())
 
@@ -142,7 +156,7 @@ def _has_card(directory: Path) -> bool:
     """Tell whether a directory's README.md says which files are of which split, as a data set's card on the hub."""
     card = directory / "README.md"
     front = card.read_text("utf-8", "replace").split("---", 2) if card.is_file() else []
-    return len(front) == 3 and not front[0].strip() and "data_files:" in front[1]
+    return len(front) == 3 and not front[0].strip() and re.search("data_(files|dir):", front[1]) is not None
 
 
 def kind_of(file: Path) -> str | None:
@@ -195,7 +209,21 @@ def locate(
         files = find_files(source)
     else:
         raise UsageError(f"data.split would be ignored: {source} is not a directory nor a hub id", fix="drop it")
+    if Path(source).is_dir():
+        _refuse_missing_shards(files)
     return source, files, files_identity(files)
+
+
+def _refuse_missing_shards(files: Iterable[Path]) -> None:
+    """Raise UsageError unless there is every file of a table whose files' names number them, as train-00000-of-00002."""
+    numbers: dict[tuple[Path, str, str], set[str]] = {}
+    for file in files:
+        if match := OF_SEVERAL.match(file.name):
+            numbers.setdefault((file.parent, match[1], match[3]), set()).add(match[2])
+    for (directory, start, most), present in numbers.items():
+        if len(present) < int(most):
+            message = f"only {len(present)} of {int(most)} files {start}*-of-{most} are here"
+            raise UsageError(message, place=directory, fix="download the others, or name these by a pattern")
 
 
 def files_identity(files: Sequence[Path]) -> list[list[Any]]:

@@ -298,13 +298,15 @@ def _csv_records(file: Path, lines: io.TextIOWrapper) -> Iterator[tuple[dict[str
         for cells in filter(None, rows):
             if names and len(cells) != len(names):
                 raise csv.Error(f"a row of {len(cells)} cells below {len(names)} columns")
+            if cells == names and len(names) > 1:
+                raise csv.Error("the names of the columns once more, as where files were joined")
             if names:
                 yield dict(zip(names, cells, strict=True)), sum(map(len, cells))
             elif twice := [name for name in cells if name and cells.count(name) > 1]:
                 raise csv.Error(f"two columns {twice[0]!r}")
             names, number = names or cells, rows.line_num + 1
     except csv.Error as error:
-        fix = "close all quotes, double those inside of others, and name each column once; or write JSON lines"
+        fix = "close all quotes, double those inside of others, and name the columns once; or write JSON lines"
         raise UsageError(f"not CSV ({error})", place=f"{file}:{number}", fix=fix) from None
 
 

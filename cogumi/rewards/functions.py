@@ -94,15 +94,18 @@ def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwa
 
 
 def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-    """Score 1 - Levenshtein(completion, answer) / max(len) over characters, without surrounding white space."""
-    pairs = zip(completions, answer, strict=True)
-    return [levenshtein_similarity(text_of(text).strip(), str(gold).strip()) for text, gold in pairs]
+    """Score 1 - Levenshtein(completion, answer) / max(len) over characters, without surrounding white space.
+
+    A row without an answer scores 0.
+    """
+    pairs = ((text_of(text).strip(), gold) for text, gold in zip(completions, answer, strict=True))
+    return [0.0 if gold is None else levenshtein_similarity(text, str(gold).strip()) for text, gold in pairs]
 
 
 def exact_answer(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """Score 1.0 if the completion is the answer, without surrounding white space, else 0.0."""
     pairs = zip(completions, answer, strict=True)
-    return [float(text_of(completion).strip() == str(gold).strip()) for completion, gold in pairs]
+    return [float(gold is not None and text_of(text).strip() == str(gold).strip()) for text, gold in pairs]
 
 
 def format_match(
