@@ -53,15 +53,12 @@ def main(argv: list[str] | None = None) -> int:
         for row in harness.attempt(name, "-", partial(entry, name, options.quick)):
             rows.append(row)
             harness.print_row(row)  # at once: a run that is cut off has printed what it measured
-    seconds = time.monotonic() - start
 
     title = options.name + (" (quick)" if options.quick else "")
-    harness.show(rows, f"{title}: {about['gpu'] or about['cpu']}, {about['cores']} cores, load {about['load_average']}")
     # A quick run's numbers must not replace a full one's.
     path = options.json or harness.result_path(options.name + ("-quick" if options.quick else ""), about, gpu=False)
-    harness.save(title, rows, seconds, about, path)
-    bad = harness.failed(rows)
-    print(f"{len(rows)} rows, {len(bad)} failed or over target, {seconds:.0f} s; saved {path}")
+    harness.save(title, rows, time.monotonic() - start, about, path)
+    bad = harness.report(rows, title, about, start, path)
     for row in bad:
         print(f"  {row['benchmark']}, {row['case']}, {row['metric']}: {row['note'] or row['target']}")
     if options.quick:  # checks that it runs; on a busy machine it misses its targets

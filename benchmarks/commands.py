@@ -21,8 +21,7 @@ LIMIT_MS = 100.0
 SMOKE_SECONDS, SMOKE_GIB = 120.0, 3.0
 FORECAST_SECONDS, FORECAST_GIB = {"llama-3.1-8b": 20, "gpt-oss-20b": 60}, 4
 FORECAST = """
-import resource, sys, time
-started = time.monotonic()
+import sys
 from transformers import AutoConfig
 from cogumi.config.schema import load_config
 from cogumi.forecast.training_step import StepShape
@@ -32,7 +31,6 @@ patch(graph_break="off")
 run = load_config({"model": {"name": "x"}, "lora": {"r": 16, "lora_alpha": 32}, "data": {"source": "cogumi:stdlib"},
     "train": {"max_steps": 1, "gradient_checkpointing": True}, "cogumi": {"method": "sft"}})
 forecast_step(run, AutoConfig.from_pretrained(sys.argv[1]), StepShape("sft", 2, 2048), find_target("H100 SXM"))
-print(time.monotonic() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
@@ -82,7 +80,7 @@ def preflight(quick: bool = False) -> Iterator[Row]:
     for name, config in list(configs.items())[: 1 if quick else 2]:
         with tempfile.TemporaryDirectory(prefix="cogumi-benchmark-") as place:
             config.save_pretrained(place)
-            seconds, rss = map(float, last_line(run_process(python(FORECAST, place)).output).split())
+            ran = run_process(python(FORECAST, place))
         case, target = f"{name}, LoRA r=16, 2 x 2048 tokens, layers recomputed", f"<= {FORECAST_SECONDS[name]}"
-        yield row("preflight", case, "forecast, imports included", seconds, "s", target=target)
-        yield row("preflight", case, "memory of the forecast", rss / 2**30, "GiB", target=f"<= {FORECAST_GIB}")
+        yield row("preflight", case, "forecast, imports included", ran.seconds, "s", target=target)
+        yield row("preflight", case, "memory of the forecast", ran.resident / 2**30, "GiB", target=f"<= {FORECAST_GIB}")

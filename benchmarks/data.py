@@ -44,30 +44,24 @@ ROWS = (10**5, 10**6, 10**7)
 def run(quick: bool = False) -> Iterator[Row]:
     """`quick`: 2 repetitions instead of 5, and up to 3 * 10^5 rows."""
     with tempfile.TemporaryDirectory() as folder:
-        sample, caches = write_sample(Path(folder) / "sample.parquet"), itertools.count()
-        tokenizer = train_tokenizer(pl.read_parquet(sample)["source"].to_list())
-
-        def ours() -> datasets.Dataset:
-            return prepare_fim(sample, tokenizer, Path(folder) / f"cache-{next(caches)}").train.dataset
-
-        yield from compare_with_map(sample, tokenizer, ours, 2 if quick else 5)
+        yield from compare_with_map(Path(folder), 2 if quick else 5)
     yield from memory((10**5, 3 * 10**5) if quick else ROWS)
 
 
-def compare_with_map(
-    sample: Path, tokenizer: PreTrainedTokenizerFast, ours: Callable[[], datasets.Dataset], repeats: int
-) -> Iterator[Row]:
+def compare_with_map(folder: Path, repeats: int) -> Iterator[Row]:
     """Yield rows per second as a ratio to the peer's, and the seconds of both."""
+    sample, caches = write_sample(folder / "sample.parquet"), itertools.count()
+    tokenizer = train_tokenizer(pl.read_parquet(sample)["source"].to_list())
+
+    def ours() -> datasets.Dataset:
+        return prepare_fim(sample, tokenizer, folder / f"cache-{next(caches)}").train.dataset
+
     case = "stdlib parquet -> tokenized FIM on the disk"
     peer, theirs = "datasets.map row at a time", partial(row_at_a_time, sample, tokenizer, CONFIG)
     datasets.disable_caching()
     datasets.disable_progress_bars()
-    try:
-        equal = ours().to_dict() == theirs().to_dict()
-        times = interleave({"cogumi": ours, peer: theirs}, repeats, warmup=0)
-    finally:
-        datasets.enable_progress_bars()
-        datasets.enable_caching()
+    equal = ours().to_dict() == theirs().to_dict()
+    times = interleave({"cogumi": ours, peer: theirs}, repeats, warmup=0)
     note = f"{pq.read_metadata(sample).num_rows:,} rows; outputs {'equal' if equal else 'DIFFER'}"
     ratio = ratio_row("data", case, f"rows/s vs {peer}", times, peer, "cogumi", target=">= 5", note=note)
     yield ratio | {"ok": ratio["ok"] and equal}

@@ -1,4 +1,5 @@
-"""Trainings whose disk fills up or that are killed, then started again. Damage is in tests/test_checkpoints_verify.py.
+"""Trainings whose disk fills up or that are killed, then started again; and what a safe checkpoint costs: 1 GB saved by
+cogumi and by plain Trainer in turn. Damage is in tests/test_checkpoints_verify.py.
 
 The same small training runs with plain Trainer and under cogumi.protect. After the fault it is started again as a user would
 start it, and its losses are compared bit for bit with those of an undisturbed training.
@@ -6,21 +7,24 @@ start it, and its losses are compared bit for bit with those of an undisturbed t
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import faults_costs, harness
-from benchmarks.faults_disk import fill, mounted, remount, take_inodes
+from benchmarks import harness
 from benchmarks.faults_training import (
+    HUNG_SECONDS,
     SAVES,
     STEPS,
     Job,
@@ -28,16 +32,22 @@ from benchmarks.faults_training import (
     Running,
     is_good,
     read_journal,
-    start,
     words_of,
-)  # fmt: skip
-from benchmarks.harness import Row, attempt, missing, row
+)
+from benchmarks.harness import Row, attempt, missing, ratio_row, row, values_row
+from cogumi.checkpoints.manifest import MANIFEST_NAME
+from cogumi.core.durability import sync_path
 
 HOWS = {"cogumi": "cogumi", "plain": "plain Trainer"}
 POLICIES = ("continue", "stop", "pause")
 DISK_BYTES = 64 << 20
 # A pausing training has waited long enough: a step and a save take some 50 ms.
 SILENT_SECONDS = 1.0
+# Llamas for the cost of a save. 84 million parameters: 12 bytes each with AdamW's state.
+LARGE = (("hidden_size", 1024), ("intermediate_size", 4096), ("num_hidden_layers", 5), ("num_attention_heads", 16))
+SMALL = (("hidden_size", 128), ("intermediate_size", 512), ("num_hidden_layers", 5), ("num_attention_heads", 2))
+COST_BYTES = 10 << 30
+TOUCHED_BYTES = 3 << 29  # more than a save
 
 
 @dataclass(frozen=True)
@@ -102,13 +112,13 @@ class Bench:
         return Job(how, lora, directory, *self.papers(), reference=self.references[lora])
 
     def undisturbed(self, job: Job) -> Running:
-        running = start(job)
+        running = Running(job)
         if running.finish() != 0:
             raise RuntimeError(f"an undisturbed training failed: {last_line(job.words)}")
         return running
 
     def measure(self, how: str, lora: bool) -> Usual:
-        """Also leaves a training that lacks its last save, for `damaged`."""
+        """Also leaves a training that lacks its last save."""
         job = replace(self.job(how, lora), event=(0, 0, "kill"))
         running = self.undisturbed(job)
         changes = {message[1]: message[2] for message in running.messages if message[0] == "changes"}
@@ -128,22 +138,20 @@ class Bench:
         job: Job,
         disturb: Callable[[Running], object] = nothing,
         heal: Callable[[], object] = nothing,
-        damaged: int | None = None,
     ) -> Outcome:
-        """Disturb a training, heal what it ran on, and start it again if it has not come to its end. damaged: a step
-        whose checkpoint was damaged on purpose, and is no loss."""
+        """Disturb a training, heal what it ran on, and start it again if it has not come to its end."""
         usual = self.usual[job.how, job.lora]
-        running = start(job)
+        running = Running(job)
         disturb(running)
         status, hung = running.finish(), running.hung
         heal()
         met = status != 0 or not words_of(job.words) <= usual.words
-        lost, why = self.lost(job, damaged), self.ending(job, status)
+        lost, why = self.lost(job), self.ending(job, status)
         if read_journal(job.journal).end is None:
             job = replace(job, event=None, words=self.papers()[1])
-            running = start(job)
+            running = Running(job)
             why = f"{why}; again: {self.ending(job, running.finish())}"
-            hung, lost, met = hung or running.hung, max(lost, self.lost(job, damaged)), True
+            hung, lost, met = hung or running.hung, max(lost, self.lost(job)), True
         journal = read_journal(job.journal)
         finished = journal.end is not None and not hung
         if finished and len(set(journal.losses)) > STEPS:
@@ -160,15 +168,60 @@ class Bench:
             return signal.Signals(-status).name
         return last_line(job.words).replace(f"{self.folder}/", "") if status else "done"
 
-    def lost(self, job: Job, damaged: int | None) -> int:
+    def lost(self, job: Job) -> int:
         """Checkpoints that were good, are not, and have no newer good one."""
         assert job.reference is not None
         newest = max((step for step in SAVES if is_good(job.directory, job.reference, step)), default=0)
-        return sum(step > newest for step in read_journal(job.journal).good - {damaged})
+        return sum(step > newest for step in read_journal(job.journal).good)
 
 
 def last_line(words: Path) -> str:
     return harness.last_line(words.read_text() if words.exists() else "")[:110]
+
+
+# ------------------------------------------------------------------------------------------------------------------ disks
+
+
+@contextmanager
+def mounted(point: Path, options: str) -> Iterator[Path | str]:
+    """A tmpfs, or why there is none: mounting takes root, and Linux."""
+    if shutil.which("mount") is None:
+        yield "no mount command"
+        return
+    point.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)], capture_output=True, text=True)
+    if done.returncode != 0:
+        yield f"mounting a tmpfs is not permitted: {done.stderr.strip()}"
+        return
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+def remount(point: Path, mode: str) -> bool:
+    """Turn a tmpfs "ro" or "rw"; False where the kernel refuses, as it does "ro" while a file is open for writing."""
+    return subprocess.run(["mount", "-o", f"remount,{mode}", str(point)], capture_output=True).returncode == 0
+
+
+def take_inodes(disk: Path, leave: int) -> Path:
+    """Create empty files until `leave` inodes are free; returns the directory that holds them."""
+    takers = disk / "takers"
+    takers.mkdir()
+    for number in range(os.statvfs(disk).f_favail - leave):
+        (takers / str(number)).touch()
+    return takers
+
+
+def fill(filler: Path, leave: int) -> None:
+    """Take space until `leave` bytes are free."""
+    size = shutil.disk_usage(filler.parent).free - leave
+    with filler.open("xb") as file:
+        if size > 0:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
+# ----------------------------------------------------------------------------------------------------------------- faults
 
 
 def turns(bench: Bench, count: int) -> Iterator[tuple[int, float, bool, Path]]:
@@ -222,18 +275,15 @@ def signals(bench: Bench, count: int, number: int, how: str) -> Iterator[Outcome
         yield bench.endure(bench.job(how, lora), disturb)
 
 
-def evenly(every: list[Any], count: int) -> list[Any]:
-    count = min(count, len(every))
-    return [every[(2 * number + 1) * len(every) // (2 * count)] for number in range(count)]
-
-
 def changes(bench: Bench, how: str, count: int) -> list[tuple[bool, int, int]]:
     """`count` of all changes of files in all saves, as (lora, step, n).
 
     Their number is another one each time, as cogumi commits beside the training: the last ones may not come.
     """
     numbers = {key: range(1, bench.usual[how, key[0]].changes[key[1]] + 1) for key in product(bench.references, SAVES)}
-    return evenly([(*key, number) for key, every in numbers.items() for number in every], count)
+    every = [(*key, number) for key, of_save in numbers.items() for number in of_save]
+    count = min(count, len(every))
+    return [every[(2 * number + 1) * len(every) // (2 * count)] for number in range(count)]
 
 
 def killed_before_changes(bench: Bench, count: int, how: str) -> Iterator[Outcome]:
@@ -288,22 +338,93 @@ def undisturbed_rows(bench: Bench) -> Iterator[Row]:
 def run(quick: bool = False) -> Iterator[Row]:
     """Run some 800 trainings in a quarter of an hour, or a handful of each kind, and measure the cost of a save."""
     with tempfile.TemporaryDirectory(prefix="cogumi-faults-") as name:
-        yield from fault_rows(Bench(Path(name)), QUICK if quick else FULL)
-    yield from attempt("faults", "cost of a save", partial(faults_costs.save_rows, quick))
+        bench, sizes = Bench(Path(name)), QUICK if quick else FULL
+        yield from undisturbed_rows(bench)
+        full, kills, terms, inodes = sizes.full, sizes.kills, sizes.terms, sizes.inodes
+        with mounted(bench.folder / "disk", f"size={DISK_BYTES},nr_inodes=1024") as disk:
+            if isinstance(disk, str):
+                yield missing("faults", "disk full, no inodes, read-only disk", disk)
+            else:
+                yield from kind_rows("disk full", full * 10 // 11, full_disk, bench, full, disk)
+                yield from kind_rows("no inodes", inodes * 3 // 4, no_inodes, bench, inodes, disk)
+                yield from kind_rows("read-only disk", sizes.read_only, read_only, bench, sizes.read_only, disk)
+        case = "SIGKILL at random moments of a save"
+        yield from kind_rows(case, kills * 4 // 5, signals, bench, kills, signal.SIGKILL)
+        case = "SIGKILL before a change of a file"
+        yield from kind_rows(case, sizes.changes * 5 // 7, killed_before_changes, bench, sizes.changes)
+        yield from kind_rows("SIGTERM during a save", terms * 4 // 5, signals, bench, terms, signal.SIGTERM)
+    yield from attempt("faults", "cost of a save", partial(save_rows, quick))
 
 
-def fault_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
-    yield from undisturbed_rows(bench)
-    full, kills, terms, inodes = sizes.full, sizes.kills, sizes.terms, sizes.inodes
-    with mounted(bench.folder / "disk", f"size={DISK_BYTES},nr_inodes=1024") as disk:
-        if isinstance(disk, str):
-            yield missing("faults", "disk full, no inodes, read-only disk", disk)
-        else:
-            yield from kind_rows("disk full", full * 10 // 11, full_disk, bench, full, disk)
-            yield from kind_rows("no inodes", inodes * 3 // 4, no_inodes, bench, inodes, disk)
-            yield from kind_rows("read-only disk", sizes.read_only, read_only, bench, sizes.read_only, disk)
-    case = "SIGKILL at random moments of a save"
-    yield from kind_rows(case, kills * 4 // 5, signals, bench, kills, signal.SIGKILL)
-    case = "SIGKILL before a change of a file"
-    yield from kind_rows(case, sizes.changes * 5 // 7, killed_before_changes, bench, sizes.changes)
-    yield from kind_rows("SIGTERM during a save", terms * 4 // 5, signals, bench, terms, signal.SIGTERM)
+# -------------------------------------------------------------------------------------------------------- cost of a save
+
+
+def save_rows(quick: bool) -> Iterator[Row]:
+    """Run two trainings that save after every step, each when told to.
+
+    The first saves, which prune nothing, and the last, which is followed by no step, are not counted.
+    """
+    shape, rounds, warmup = (SMALL, 2, 3) if quick else (LARGE, 8, 3)
+    with tempfile.TemporaryDirectory(prefix="cogumi-saves-") as name:
+        folder, steps = Path(name), warmup + rounds + 1
+        if not quick and shutil.disk_usage(folder).free < COST_BYTES:
+            yield row("faults", "cost of a save", "-", None, note=f"skipped: needs {COST_BYTES >> 30} GiB in TMPDIR")
+            return
+        running = {}
+        for how in ("plain", "cogumi"):
+            papers = folder / f"{how}-journal", folder / f"{how}-words"
+            job = Job(how, False, folder / how, *papers, each_save_asks=True, shape=shape, steps=steps, save_every=1)
+            running[how] = Running(job)
+        saves: dict[str, list[tuple[float, float]]] = {how: [] for how in running}
+        for turn in range(1, steps + 1):
+            # Each comes first in half of the turns: what the other one leaves of the machine's memory counts.
+            for how, training in list(running.items())[:: 1 if turn % 2 else -1]:
+                saves[how].append(one_save(training, folder / how, turn, steps))
+        size = sum(path.stat().st_size for path in (folder / "cogumi" / f"checkpoint-{steps}").iterdir())
+    case, kept = f"save of {size / 1e9:.2f} GB", slice(warmup, -1)
+    held = {how: [save[0] for save in each[kept]] for how, each in saves.items()}
+    # A quick run's save is too small to judge: what does not grow with it is most of it.
+    metric, target = "training held, cogumi / plain", "" if quick else "<= 1.15"
+    yield ratio_row("faults", case, metric, held, "cogumi", "plain", unit="", target=target)
+    for how, seconds in held.items():
+        yield values_row("faults", case, f"training held, {how}", seconds, "s")
+    durable = [save[1] for save in saves["cogumi"][kept]]
+    yield values_row("faults", case, "until on the disk, cogumi", durable, "s")
+
+
+def one_save(training: Running, directory: Path, step: int, last: int) -> tuple[float, float]:
+    """Let one save and the next step happen; return the seconds that the training was held, and until all was on the disk."""
+
+    def await_message(what: str, of_step: int) -> float:
+        if not training.until(what, of_step):
+            raise RuntimeError(f"the training in {directory} ended before {what} of step {of_step}")
+        return float(training.messages[-1][3])
+
+    if step == 1:
+        await_message("saving", step)
+    final, protected = directory / f"checkpoint-{step}", directory.name == "cogumi"
+    touch_memory(directory)
+    training.answer()
+    began = time.monotonic()
+    while protected and not (final / MANIFEST_NAME).exists():
+        time.sleep(0.001)
+        if time.monotonic() - began > HUNG_SECONDS:
+            raise RuntimeError(f"no {final} after {HUNG_SECONDS:.0f} s")
+    durable = time.monotonic() - began
+    held = await_message("saved", step)
+    for path in () if protected else (*final.iterdir(), final):
+        sync_path(path)  # in its own turn
+    if step == last:
+        training.finish()
+    else:
+        held += await_message("saving", step + 1)
+    return held, durable
+
+
+def touch_memory(directory: Path) -> None:
+    """Leave free pages that the machine has: a virtual machine's host takes unused ones back, and getting them takes long."""
+    path, block = directory.with_name("touched"), bytes(1 << 24)
+    with path.open("wb") as file:
+        for _ in range(TOUCHED_BYTES // len(block)):
+            file.write(block)
+    path.unlink()

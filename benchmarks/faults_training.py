@@ -10,12 +10,12 @@ import filecmp
 import gc
 import hashlib
 import importlib
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,7 +29,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
 import cogumi
-from benchmarks.harness import OwnTime, prepared_forks
+from benchmarks.harness import OwnTime
 from benchmarks.models import word_tokenizer
 from cogumi.checkpoints import saving
 
@@ -39,7 +39,6 @@ SAVES = tuple(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
 # Deterministic files: in a good checkpoint they are those of the undisturbed training, bit for bit.
 STATE = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
-DECISIVE = (*STATE, *WEIGHTS, "trainer_state.json")
 # Python's audit events (docs.python.org/3/library/audit_events.html) that change a directory or a file.
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink")
 # With what a training would otherwise import while it is timed.
@@ -82,10 +81,6 @@ class Job:
     shape: tuple[tuple[str, int], ...] = ()
     steps: int = STEPS
     save_every: int = SAVE_EVERY
-
-
-def start(job: Job) -> Running:
-    return Running(IMPORTED, train, job)
 
 
 def train(pipe: Connection, job: Job) -> None:
@@ -287,15 +282,13 @@ def words_of(path: Path) -> set[str]:
 
 
 class Running:
-    """A function in a fork of a process that has `modules` imported.
+    """A training in a fork of a process that has the libraries imported. Its first message is ("started",)."""
 
-    Its first argument is a pipe for messages, and its first message is ("started",).
-    """
-
-    def __init__(self, modules: Iterable[str], function: Callable[..., None], *arguments: Any) -> None:
-        context = prepared_forks(modules)
+    def __init__(self, job: Job) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=function, args=(theirs, *arguments))
+        self.process = context.Process(target=train, args=(theirs, job))
         self.process.start()
         theirs.close()
         self.messages: list[tuple[Any, ...]] = []

@@ -9,8 +9,7 @@ there, and `--resume FILE` skips the checks that an earlier call finished. `--de
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -27,9 +26,12 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import harness
 from benchmarks.harness import Row, row
 from cogumi.core.formatting import one_line
+from cogumi.core.run_directory import read_jsonl
 
 # A card is often lent in slices of ten minutes; this leaves one for unpacking and copying.
 BUDGET_SECONDS = 540.0
@@ -42,16 +44,17 @@ PRELOADED = (
 
 @dataclass(frozen=True)
 class Check:
-    """A check: time box on a card, `module:function` of a Setting, figures expected before a card has shown them.
+    """A check: a function of gpu_checks, its time box on a card, and figures expected before a card has shown them.
 
     before_transformers: run where transformers is not imported, because the check imports unsloth.
+    package: skipped where this is not installed.
     """
 
     name: str
     seconds: float
-    function: str
     expected: str
     before_transformers: bool = False
+    package: str = "torch"
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,6 @@ class Setting:
 
     def milliseconds(self, work: Callable[[], object]) -> float:
         """Time one call, waiting for the card before and after."""
-        import torch
-
         wait = torch.cuda.synchronize if self.on_card else time.perf_counter
         wait()
         began = time.perf_counter()
@@ -77,60 +78,46 @@ class Setting:
         return 1e3 * (time.perf_counter() - began)
 
     def reset_peak(self) -> None:
-        import torch
-
         if self.on_card:
             torch.cuda.reset_peak_memory_stats()
 
-    def peak_bytes(self) -> int:
-        import torch
-
-        return torch.cuda.max_memory_allocated() if self.on_card else 0
-
-    def release(self) -> None:
-        """Collect garbage and give cached memory back to the card."""
-        import torch
-
-        gc.collect()
-        if self.on_card:
-            torch.cuda.empty_cache()
-
 
 CHECKS = (
-    Check("environment", 20, "gpu_checks:environment", "expandable segments in use; cuDNN's attention off on Hopper"),
+    Check("environment", 20, "expandable segments in use; cuDNN's attention off on Hopper"),
     Check(
-        "numerics", 40, "gpu_checks:numerics",
+        "numerics", 40,
         "RoPE's angles: error 0 in ieee, 0.3 rad at 2,048 in TF32; cuDNN's masked backward: NaN, none with it off; "
         "a new length: 50 to 1,000 ms with cuDNN, 5 without",
     ),
     Check(
-        "ratios", 60, "gpu_checks:ratios",
+        "ratios", 60,
         "TRL: first step of a rollout 0 away from 1; second step in bf16 28 to 84 % outside 3e-4, by rounding",
     ),
     Check(
-        "ratios-unsloth", 90, "gpu_checks:ratios_unsloth",
+        "ratios-unsloth", 90,
         "first step 0 away from 1 (0.018 on an H200 before the micro-batches were scored again); no slower",
-        before_transformers=True,
+        before_transformers=True, package="unsloth",
     ),
     Check(
-        "sft-speed", 130, "gpu_checks:sft_speed",
+        "sft-speed", 130,
         "8 x 4,096 recomputed: 20 to 28 % MFU; 1 x 4,096 without recomputation: 30 to 40 % more; at least 40 % in all",
     ),
-    Check("sft-speed-unsloth", 60, "gpu_checks:sft_speed_unsloth", "1.5 to 2 times TRL", before_transformers=True),
+    Check("sft-speed-unsloth", 60, "1.5 to 2 times TRL", True, "unsloth"),
     Check(
-        "rollout", 60, "gpu_checks:rollout",
+        "rollout", 60,
         "16 layers of an 8B: 11 to 25 ms a token with an adapter (1,400 kernels at 8 us); a third less without",
     ),
-    Check("merge-check", 60, "gpu_checks:merge_check", "at most 2 bytes a parameter and 1 GiB (8 bytes before)"),
+    Check("merge-check", 60, "at most 2 bytes a parameter and 1 GiB (8 bytes before)"),
     Check(
-        "experts-4bit", 60, "gpu_checks:experts",
+        "experts-4bit", 60,
         "two layers 2.7 to 4.3 ms a token, a twelfth of gpt-oss-20b's: every expert is dequantized for each token",
+        package="bitsandbytes",
     ),
-    Check("interruption", 80, "gpu_checks:interruption", "saved in < 2 s; the resumed adapter equal to the bit"),
-    Check("smoke", 200, "gpu_checks:smoke", "ends within 180 s, all checks passed"),
-    Check("probes", 90, "gpu_checks:probes", "every installed package works", before_transformers=True),
-    Check("forecasts", 200, "gpu_checks:forecasts", "within 5 % of the peak"),
-    Check("gspo-step", 75, "gpu_checks:gspo_step", "at most 1.02 of stock TRL's step"),
+    Check("interruption", 80, "saved in < 2 s; the resumed adapter equal to the bit"),
+    Check("smoke", 200, "ends within 180 s, all checks passed"),
+    Check("probes", 90, "every installed package works", before_transformers=True),
+    Check("forecasts", 200, "within 5 % of the peak"),
+    Check("gspo-step", 75, "at most 1.02 of stock TRL's step"),
 )  # fmt: skip
 
 
@@ -153,7 +140,7 @@ def main(argv: list[str]) -> int:
         return 2
     about, began = harness.machine(), time.monotonic()
     name = "gpu" if options.device == "cuda" else "gpu-cpu"
-    earlier = read_lines(options.resume) if options.resume else []  # before writing: it may be the same file
+    earlier = read_jsonl(options.resume) if options.resume else []  # before writing: it may be the same file
     path = options.json or unused_path(harness.result_path(name, about, options.device == "cuda"))
     record = Record(path, name, about, began)
     finished = record.keep_finished(earlier)
@@ -164,9 +151,7 @@ def main(argv: list[str]) -> int:
         except KeyboardInterrupt:
             print(f"interrupted; continue with --resume {record.lines}", file=sys.stderr)
             return 130
-    harness.show(record.rows, f"{name}: {about['gpu'] or about['cpu']}")
-    bad = harness.failed(record.rows)
-    print(f"{len(record.rows)} rows, {len(bad)} failed or over target, {time.monotonic() - began:.0f} s; saved {path}")
+    bad = harness.report(record.rows, name, about, began, path)
     if late := [each["benchmark"] for each in record.rows if each["note"] == OUT_OF_TIME]:
         print(f"not started, for lack of time: {', '.join(late)}; run them with --resume {record.lines}")
     return 1 if bad else 0
@@ -187,8 +172,6 @@ def find_problem(options: argparse.Namespace) -> str:
         return f"--resume: {options.resume} is not a .jsonl; pass the one beside it"
     # CUDA must not start in the process that forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    import torch
-
     if options.device == "cuda" and not torch.cuda.is_available():
         reason = f"torch {torch.__version__} sees no usable device"
         return f"no CUDA device: {reason}; --device cpu runs the checks with small shapes"
@@ -229,20 +212,12 @@ class Record:
 
     def collect(self) -> None:
         """Read what the children appended, and save the JSON."""
-        self.rows = [entry["row"] for entry in read_lines(self.lines) if "row" in entry]
+        self.rows = [entry["row"] for entry in read_jsonl(self.lines) if "row" in entry]
         harness.save(self.name, self.rows, time.monotonic() - self.began, self.about, self.path)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Ignore a final partial line: the call that wrote it was killed."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
 
 
 def run_checks(checks: list[Check], setting: Setting, record: Record, deadline: float) -> None:
     """Fork one child for each check that fits before the deadline (of time.monotonic)."""
-    import torch  # noqa: F401 - imported once, before the forks
-
     with torch_only_process(setting, record) as run_early:
         if any(not check.before_transformers for check in checks):
             for module in PRELOADED:
@@ -290,8 +265,9 @@ def run_check(check: Check, setting: Setting, record: Record) -> None:
     began = time.monotonic()
 
     def work() -> None:
-        module, _, function = check.function.partition(":")
-        for found in getattr(importlib.import_module(f"benchmarks.{module}"), function)(setting):
+        measure = getattr(importlib.import_module("benchmarks.gpu_checks"), check.name.replace("-", "_"))
+        is_installed = importlib.util.find_spec(check.package) is not None
+        for found in measure(setting) if is_installed else [harness.missing(check.name, "-", check.package)]:
             if not setting.on_card and found["value"] is not None:
                 found = {**found, "ok": None}  # the targets are a card's
             harness.print_row(found)
@@ -339,9 +315,9 @@ def in_fork(work: Callable[[], None], seconds: float) -> str | None:
 
 def write_model(path: Path, shape: Any, device: str = "cpu") -> Path:
     """Save a random model of a shape in bfloat16, with the small base's tokenizer; nothing where it exists already."""
-    import torch
     from transformers import AutoTokenizer
 
+    from benchmarks.models import random_model
     from cogumi.models.small_base import small_base_path
 
     if path.exists():
@@ -350,15 +326,8 @@ def write_model(path: Path, shape: Any, device: str = "cpu") -> Path:
     shutil.rmtree(partial, ignore_errors=True)  # of a check that was killed
     tokenizer = AutoTokenizer.from_pretrained(small_base_path())
     tokenizer.save_pretrained(partial)
-    with torch.device(device):  # a card draws billions of normal numbers in a moment
-        torch.manual_seed(0)
-        model = shape.model(bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+    # A card draws billions of normal numbers in a moment.
+    model = random_model(shape, device, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(partial)
     partial.rename(path)
     return path
-
-
-def missing_rows(name: str, package: str) -> Iterator[Row]:
-    """One row for a check whose package is not installed; nothing where it is."""
-    if importlib.util.find_spec(package) is None:
-        yield harness.missing(name, "-", package)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu import Setting, in_fork, missing_rows, write_model
-from benchmarks.harness import Row, attempt, python, row, run_process, values_row
+from benchmarks.gpu import Setting, in_fork, write_model
+from benchmarks.harness import Row, attempt, missing, python, row, run_process, values_row
 
 REWARD = (
     "def even(completion_ids, **_):\n    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]\n"
@@ -27,19 +28,19 @@ REWARD = (
 ROLLOUT_STEPS = 2  # optimizer steps of one rollout
 THETA, HEAD_DIM = 500_000.0, 128  # RoPE of Llama 3.1
 TRAIN = "import sys, json, cogumi; cogumi.train(json.loads(sys.argv[1]))"
-LOGGED = {"logging_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant", "report_to": "none"}
+LOGGED = {"logging_steps": 1, "lr_scheduler_type": "constant", "report_to": "none"}
 RECOMPUTED, KEPT = {"gradient_checkpointing": True}, {"gradient_checkpointing": False}
-FORECAST_STEPS = {"max_steps": 10, "per_device_train_batch_size": 8, "learning_rate": 1e-5, "save_strategy": "no"}
+FORECAST_STEPS = {"max_steps": 10, "per_device_train_batch_size": 8}
 FORECAST_ROLLOUT = {
     "num_generations": 8, "max_completion_length": 256, "steps_per_generation": 1, "per_device_train_batch_size": 16,
     "max_steps": 3, "logging_steps": 1,
 }  # fmt: skip
-# The cogumi section, TRL's settings, and the model section.
-FORECASTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "sft, layers kept": ({"method": "sft"}, KEPT, {}),
-    "sft, layers recomputed": ({"method": "sft"}, RECOMPUTED, {}),
-    "sft, 4-bit": ({"method": "sft"}, RECOMPUTED, {"quantization_config": {"load_in_4bit": True}}),
-    "gspo, rollout by transformers": ({"method": "gspo", "rewards": ["parses"]}, RECOMPUTED | FORECAST_ROLLOUT, {}),
+# TRL's settings, and other keys as `config_of` takes them.
+FORECASTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sft, layers kept": (KEPT, {"method": "sft"}),
+    "sft, layers recomputed": (RECOMPUTED, {"method": "sft"}),
+    "sft, 4-bit": (RECOMPUTED, {"method": "sft", "model__quantization_config": {"load_in_4bit": True}}),
+    "gspo, rollout by transformers": (RECOMPUTED | FORECAST_ROLLOUT, {"method": "gspo", "rewards": ["parses"]}),
 }
 
 
@@ -63,30 +64,43 @@ def shapes(setting: Setting, layers: int | None = None) -> Any:
     return Shape(f"{layers} layers of an 8B Llama", 4096, 14336, layers, 32, 8, 32768, tied=False)
 
 
-def train(setting: Setting, name: str, model: Path, method: str, settings: dict[str, Any], **cogumi: Any) -> Figures:
+def release() -> None:
+    """Collect garbage and give cached memory back to the card, if there is one."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def config_of(setting: Setting, name: str, model: Path, settings: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the configuration of a short run. more: keys as cogumi.train takes them; those of `cogumi` by name alone."""
+    config: dict[str, dict[str, Any]] = {
+        "model": {"name": str(model)},
+        "lora": {"r": 16, "lora_alpha": 32},
+        "data": {"source": "cogumi:stdlib", "eval_rows": 0},
+        "train": {"learning_rate": 1e-5, "save_strategy": "no", **settings},
+        "cogumi": {"run_dir": str(setting.scratch / name), "merge": False, "compile": "off"},
+    }
+    for key, value in more.items():
+        section, _, inner = key.rpartition("__")
+        config[section or "cogumi"][inner] = value
+    return config
+
+
+def train(setting: Setting, name: str, model: Path, method: str, settings: dict[str, Any], **more: Any) -> Figures:
     """Make a short run of `cogumi.train` in this process."""
     from cogumi.runs.entry import train as train_run
 
-    run_dir = setting.scratch / name.replace(" ", "-")
-    config: dict[str, dict[str, Any]] = {
-        "model": {"name": str(model), "attn_implementation": "sdpa"},
-        "lora": {"r": 16, "lora_alpha": 32},
-        "data": {"source": "cogumi:stdlib", "max_rows": 400, "eval_rows": 0, "fim": {"max_length": 128}},
-        "train": {**LOGGED, "learning_rate": 1e-5, **settings},
-        "cogumi": {"method": method, "run_dir": str(run_dir), "merge": False, "compile": "off", "preflight": "off"},
-    }
-    for key, value in cogumi.items():
-        section, _, inner = key.rpartition("__")
-        config[section or "cogumi"][inner] = value
+    data = {"data__max_rows": 400, "data__fim": {"max_length": 128}}
+    more = {"model__attn_implementation": "sdpa", "preflight": "off", "method": method, **data, **more}
     if method == "gspo":
         rewards = setting.scratch / "rewards.py"
         rewards.write_text(REWARD)
-        config["cogumi"]["rewards"] = [f"{rewards}:even"]
+        more["rewards"] = [f"{rewards}:even"]
+    config = config_of(setting, name.replace(" ", "-"), model, LOGGED | settings, **more)
     setting.reset_peak()
     result = train_run(config)
-    peak = setting.peak_bytes()
-    summary = json.loads((run_dir / "metrics.json").read_text())
-    setting.release()
+    peak = torch.cuda.max_memory_allocated()  # 0 without a card
+    summary = json.loads((Path(config["cogumi"]["run_dir"]) / "metrics.json").read_text())
+    release()
     steps = max(1, summary["steps"] - 1)  # throughput leaves out the first step
     logged_steps = [row for row in result.metrics if "loss" in row]  # without TRL's closing row
     return Figures(logged_steps, summary, summary["step_seconds"] / steps, peak)
@@ -112,18 +126,16 @@ def probes(setting: Setting) -> Iterator[Row]:
     """Run the probes of `cogumi doctor` in this process, unsloth's first because it has to precede transformers."""
     from cogumi.stack.probes import PACKAGES, PROBES
 
+    def read(name: str) -> Iterator[Row]:
+        for metric, value, unit, note in PROBES[name](setting.device):
+            yield row("gpu_probes", name, metric, value, unit, note=note)
+
     for name in sorted(PROBES, key=lambda name: name != "unsloth"):
-        absent = [missing["note"] for missing in missing_rows("gpu_probes", PACKAGES.get(name, name))]
-        if absent:
-            yield row("gpu_probes", name, "-", None, note=absent[0])
-            continue
-        try:
-            readings = PROBES[name](setting.device)
-        except Exception as error:  # noqa: BLE001 - a row, and the next probe
-            yield row("gpu_probes", name, "-", None, ok=False, note=f"failed: {type(error).__name__}: {error}"[:300])
+        package = PACKAGES.get(name, name)
+        if importlib.util.find_spec(package) is None:
+            yield missing("gpu_probes", name, package)
         else:
-            for metric, value, unit, note in readings:
-                yield row("gpu_probes", name, metric, value, unit, note=note)
+            yield from attempt("gpu_probes", name, partial(read, name))
 
 
 def numerics(setting: Setting) -> Iterator[Row]:
@@ -219,7 +231,7 @@ def ratios(setting: Setting, backend: str = "trl") -> Iterator[Row]:
 
 
 def ratios_unsloth(setting: Setting) -> Iterator[Row]:
-    yield from list(missing_rows("ratios-unsloth", "unsloth")) or ratios(setting, "unsloth")
+    yield from ratios(setting, "unsloth")
 
 
 def sft_speed(setting: Setting) -> Iterator[Row]:
@@ -233,9 +245,8 @@ def sft_speed(setting: Setting) -> Iterator[Row]:
 
 
 def sft_speed_unsloth(setting: Setting) -> Iterator[Row]:
-    absent = list(missing_rows("sft-speed-unsloth", "unsloth"))
     settings = {"per_device_train_batch_size": 8 if setting.on_card else 2, **RECOMPUTED}
-    yield from absent or speed_rows(setting, "unsloth", settings, backend="unsloth")
+    yield from speed_rows(setting, "unsloth", settings, backend="unsloth")
 
 
 def speed_rows(setting: Setting, case: str, settings: dict[str, Any], **more: Any) -> Iterator[Row]:
@@ -272,56 +283,37 @@ def rollout(setting: Setting) -> Iterator[Row]:
 def token_milliseconds(setting: Setting, model: Any, ids: Any, tokens: int) -> float:
     """Return the milliseconds a token of a second call of `generate`."""
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "use_cache": True, "pad_token_id": 0}
-
-    def generate() -> None:
-        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-
+    generate = partial(model.generate, input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     with torch.no_grad():
         return [setting.milliseconds(generate) for _ in range(2)][-1] / tokens
 
 
 def merge_check(setting: Setting) -> Iterator[Row]:
     """Run the stage after the training: live logits, release, merge, and the check of the merged model."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
+    from benchmarks.merge_check import merge_and_check
     from benchmarks.models import with_adapter
-    from cogumi.config.schema import load_config
-    from cogumi.training import finish
 
     shape, base = shapes(setting), write_model(setting.scratch / "llama", shapes(setting), setting.device)
-    adapter = with_adapter(shape, base, setting.scratch / "llama-adapter", "all-linear", 16).adapter
-    run_dir = setting.scratch / "merge-check"
+    adapter = with_adapter(shape, base, setting.scratch / "llama-adapter", 16).adapter
+    run_dir, held = setting.scratch / "merge-check", [0]
     run_dir.mkdir()
-    options = {"method": "sft", "run_dir": str(run_dir)}
-    model = {"name": str(base), "dtype": "bfloat16"}
-    run = load_config({"model": model, "data": {"source": str(base)}, "cogumi": options})
-    loaded = AutoModelForCausalLM.from_pretrained(base, dtype="bfloat16", device_map={"": setting.device})
-    live: Any = PeftModel.from_pretrained(loaded, adapter)
-    parameters = sum(weight.numel() for name, weight in live.named_parameters() if "lora_" not in name)
-    tokens = torch.randint(2, shape.vocabulary, (8, 64), generator=torch.Generator().manual_seed(0))
-    recorded = finish.record_live(run, live, adapter, tokens, None)
-    del live, loaded
-    setting.release()
+
+    def released() -> None:
+        release()
+        held[0] = torch.cuda.memory_allocated()
+
+    parameters, failed = merge_and_check(base, adapter, run_dir, setting.device, released)
     figure = partial(row, "merge-check", shape.name)
     if setting.on_card:
-        held = torch.cuda.memory_allocated() / 2**20
-        yield figure("held when the merge begins", held, "MiB", target="<= 64")
-    _, checks = finish.try_merge(run, adapter, str(base), recorded, None)
-    if setting.on_card:
-        peak = setting.peak_bytes()
+        peak = torch.cuda.max_memory_allocated()
+        yield figure("held when the merge begins", held[0] / 2**20, "MiB", target="<= 64")
         yield figure("peak a parameter", peak / parameters, "B", target="<= 3.0")
         yield figure("peak beyond the model", (peak - 2 * parameters) / 2**30, "GiB", target="<= 1.0")
-    failed = [str(check) for check in checks if not check.passed or "not compared" in check.figure]
     yield figure("checks passed", int(not failed), target=">= 1", note="; ".join(failed)[:300])
 
 
-def experts(setting: Setting) -> Iterator[Row]:
+def experts_4bit(setting: Setting) -> Iterator[Row]:
     """Two layers of gpt-oss in 4 bits, with LoRA on the experts: load, forward, backward, decode."""
-    yield from list(missing_rows("experts-4bit", "bitsandbytes")) or expert_rows(setting)
-
-
-def expert_rows(setting: Setting) -> Iterator[Row]:
     from peft import get_peft_model
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -336,12 +328,11 @@ def expert_rows(setting: Setting) -> Iterator[Row]:
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts_per_tok": 2,
         }  # fmt: skip
     path, figure = setting.scratch / "gpt-oss", partial(row, "experts-4bit")
-    if not path.exists():
-        with torch.device(setting.device):
-            random: Any = GptOssForCausalLM(GptOssConfig(**sizes))
-        random.to(torch.bfloat16).save_pretrained(path)
-        del random
-        gc.collect()
+    with torch.device(setting.device):
+        random: Any = GptOssForCausalLM(GptOssConfig(**sizes))
+    random.to(torch.bfloat16).save_pretrained(path)
+    del random
+    gc.collect()
     patch(backend="trl")
     began = time.perf_counter()
     base = load_model(str(path), dtype="bfloat16", quantization={"load_in_4bit": True})
@@ -438,15 +429,11 @@ def forecasts(setting: Setting) -> Iterator[Row]:
 def forecast_rows(setting: Setting, case: str, model: Path) -> Iterator[Row]:
     from cogumi.core.run_directory import read_jsonl
 
-    options, settings, model_section = FORECASTS[case]
-    run_dir = setting.scratch / case.replace(" ", "-").replace(",", "")
-    config = {
-        "model": {"name": str(model), **model_section},
-        "lora": {"r": 16, "lora_alpha": 32},
-        "data": {"source": "cogumi:stdlib", "max_rows": 500, "eval_rows": 0, "fim": {"max_length": 512}},
-        "train": {"logging_steps": 5} | FORECAST_STEPS | settings,
-        "cogumi": {"run_dir": str(run_dir), "merge": False, "compile": "off", "preflight": "on", **options},
-    }
+    settings, more = FORECASTS[case]
+    more = {"data__max_rows": 500, "data__fim": {"max_length": 512}, "preflight": "on", **more}
+    name = case.replace(" ", "-").replace(",", "")
+    config = config_of(setting, name, model, {"logging_steps": 5} | FORECAST_STEPS | settings, **more)
+    run_dir = setting.scratch / name
     run_process(python(TRAIN, json.dumps(config)))
     metrics = json.loads((run_dir / "metrics.json").read_text())
     memory = metrics["memory"]

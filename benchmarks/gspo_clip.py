@@ -21,7 +21,7 @@ from typing import Any
 
 import cogumi
 from benchmarks.gspo_learning import quarters
-from benchmarks.harness import ROOT, Row, machine, mean_row, quiet, result_path, save, show
+from benchmarks.harness import ROOT, Row, mean_row, measure_another, quiet
 from cogumi.core.run_directory import append_jsonl, read_jsonl
 
 CONFIGS = ROOT / "configs" / "smoke"
@@ -50,25 +50,23 @@ FIGURES = {
 
 def run(quick: bool = False) -> Iterator[Row]:
     """Rows of each rate and arm for the small base."""
-    quiet()
     seeds, rates = (SEEDS[:1], RATES[:1]) if quick else (SEEDS, RATES)
     with tempfile.TemporaryDirectory() as folder:
         sft = cogumi.train(CONFIGS / "chat-sft.yaml", cogumi__run_dir=Path(folder, "sft")).merged
         assert sft is not None
-        sizes = QUICK if quick else SMALL
-        arms = itertools.product(seeds, rates, ARMS)
-        records = [train(sft, seed, rate, arm, sizes) for seed, rate, arm in arms]
-    yield from summarize(records)
+        yield from arm_rows(sft, seeds, rates, QUICK if quick else SMALL, Path(folder, "log"))
 
 
-def continue_log(model: Path, log: Path) -> Iterator[Row]:
+def arm_rows(
+    model: Path, seeds: tuple[int, ...], rates: tuple[float, ...], sizes: dict[str, int], log: Path
+) -> Iterator[Row]:
     """Rows of `model`, with a line in `log` for each finished run; those that it has are not repeated."""
     quiet()
     records = read_jsonl(log) if log.exists() else []
     finished = {(record["seed"], record["rate"], record["arm"]) for record in records}
-    for seed, rate, arm in itertools.product(REAL_SEEDS, REAL_RATES, ARMS):
+    for seed, rate, arm in itertools.product(seeds, rates, ARMS):
         if (seed, rate, arm) not in finished:
-            records.append(train(model, seed, rate, arm, REAL))
+            records.append(train(model, seed, rate, arm, sizes))
             append_jsonl(log, records[-1])
     yield from summarize(records)
 
@@ -124,7 +122,6 @@ def train(model: Path, seed: int, rate: float, arm: str, sizes: dict[str, int]) 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    about, directory = machine(), Path(sys.argv[1])
-    rows = list(continue_log(directory, Path(sys.argv[2])))
-    show(rows, "gspo_clip")
-    save("gspo_clip", rows, 0.0, about, result_path(f"gspo_clip-{directory.name}", about, False))
+    measure_another(
+        "gspo_clip", Path(sys.argv[1]), arm_rows(Path(sys.argv[1]), REAL_SEEDS, REAL_RATES, REAL, Path(sys.argv[2]))
+    )

@@ -21,14 +21,13 @@ import torch
 import trl
 from datasets import Dataset
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 import cogumi
 from benchmarks.harness import OwnTime, Row, interleave, ratio_row, row, values_row
 from benchmarks.models import QWEN3_0_6B, SMALL, Shape, build, word_tokenizer
-from cogumi.patches.torch_internals import TorchDispatchMode, storage_key
+from cogumi.forecast import training_step
 from cogumi.rl import loss_check
 from cogumi.rl.watch import watch
 
@@ -38,38 +37,6 @@ BY_NAME = {"loss_type": "gspo"}
 BY_HAND = {
     "loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4,
 }  # fmt: skip
-
-
-class Allocations(TorchDispatchMode):
-    """What torch allocates while this is active, storages that existed before left out.
-
-    `peak` and `live` in bytes, `largest` in elements of one tensor, `flops` of matrix products (2 per multiply-add).
-    Workspace that an operator takes and gives back inside is not seen.
-    """
-
-    def __init__(self, *before: Tensor | None) -> None:
-        super().__init__()
-        self.before = {storage_key(each) for each in before if each is not None}
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = self.largest = self.flops = 0
-
-    @property
-    def live(self) -> int:
-        return sum(size for _, size in self.storages.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm"):
-            left, right = [argument for argument in args if isinstance(argument, Tensor)][-2:]
-            self.flops += 2 * left.numel() * right.shape[-1]
-        self.storages = {key: kept for key, kept in self.storages.items() if not kept[0].expired()}
-        for each in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(each, Tensor) and storage_key(each) not in self.before:
-                storage = each.untyped_storage()
-                self.storages[storage_key(each)] = (StorageWeakRef(storage), storage.nbytes())
-                self.largest = max(self.largest, each.numel(), storage.nbytes() // each.element_size())
-        self.peak = max(self.peak, self.live)
-        return result
 
 
 class Batch(NamedTuple):
@@ -165,22 +132,16 @@ def now() -> float:
     return time.perf_counter()
 
 
-def time_the_watch(trainer: Any) -> OwnTime:
-    """From now on, what the Watch of this trainer does in a step is counted, its callbacks included.
+def metrics_shares(trainer: Any, repeats: int) -> list[float]:
+    """The share of a step that the Watch of this trainer takes, its callbacks included, per measurement.
 
     Left out is what it does around a rollout: it reads three attributes and sets one.
     On a GPU each boundary waits for the card, so that kernels are counted where they were launched: an upper bound.
     """
-    own, watching = OwnTime(now), watch(trainer)
+    own, watching, clock, shares = OwnTime(now), watch(trainer), Clock(trainer), []
     trainer.compute_loss = own.ours(watching.compute_watched_loss)
     watching.compute_loss = own.theirs(watching.compute_loss)
     own.wrap(watching, "on_pre_optimizer_step", "on_step_end", "on_log")
-    return own
-
-
-def metrics_shares(trainer: Any, repeats: int) -> list[float]:
-    """The Watch's share of a step, per measurement."""
-    own, clock, shares = time_the_watch(trainer), Clock(trainer), []
     # The one part of the Watch that runs inside of TRL's loss.
     with mock.patch.object(loss_check, "read_trl_inputs", own.ours(loss_check.read_trl_inputs)):
         for _ in range(repeats):
@@ -199,9 +160,12 @@ def peak_bytes(trainer: Any, device: str) -> int:
         trainer.train()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with Allocations(*held(trainer)) as allocations:
+    with mock.patch.object(training_step, "BLOCK", 1), training_step.StorageCounter() as counter:  # to the byte
+        for tensor in held(trainer):
+            counter.count(tensor)
+        before = counter.total
         trainer.train()
-    return allocations.peak
+    return max(moment.total for moment in counter.moments.values()) - before
 
 
 def held(trainer: Any) -> Iterator[Tensor]:
@@ -213,9 +177,8 @@ def held(trainer: Any) -> Iterator[Tensor]:
 
 
 def trained_weights(trainer: Any) -> Tensor:
-    return torch.cat(
-        [parameter.detach().flatten() for parameter in trainer.model.parameters() if parameter.requires_grad]
-    )
+    trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
+    return torch.nn.utils.parameters_to_vector(trained).detach()
 
 
 def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repeats: int) -> Iterator[Row]:
@@ -231,19 +194,14 @@ def step_rows(shape: Shape, batch: Batch, device: str, dtype: torch.dtype, repea
 
         later = {name: peak_bytes(trainer, device) for name, trainer in trainers.items()}
         yield row("gspo_step", case, "peak memory of a step, stock", later["stock"] / 2**20, "MiB")
-        for metric, peaks, target in (("a step", later, "<= 1.0"), ("the first steps, proof included", first, "")):
-            extra = f"{peaks['cogumi'] - peaks['stock']:+,d} bytes"
+        for steps, peaks, target in (("a step", later, "<= 1.0"), ("the first steps, proof included", first, "")):
+            metric, note = (
+                f"peak memory of {steps}, cogumi / stock TRL",
+                f"{peaks['cogumi'] - peaks['stock']:+,d} bytes",
+            )
             # To 0.01 %: what the metrics keep between two micro-batches is bytes, and the note has them.
             value = round(peaks["cogumi"] / peaks["stock"], 4)
-            yield row(
-                "gspo_step",
-                case,
-                f"peak memory of {metric}, cogumi / stock TRL",
-                value,
-                "ratio",
-                target=target,
-                note=extra,
-            )
+            yield row("gspo_step", case, metric, value, "ratio", target=target, note=note)
         apart = (trained_weights(trainers["cogumi"]) - trained_weights(trainers["stock"])).abs().max().item()
         # A GPU may add up in another order each time.
         target = "<= 0" if device == "cpu" else ""

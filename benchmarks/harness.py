@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import multiprocessing
 import operator
 import os
 import platform
@@ -25,8 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
-from importlib import metadata
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +33,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cogumi.core.formatting import last_line, one_line
+from cogumi.stack.lanes import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,6 +44,7 @@ LIBRARIES = (
 )  # fmt: skip
 
 Row = dict[str, Any]
+COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 COLUMNS = ("benchmark", "case", "metric", "value", "unit", "spread", "target", "ok", "note")
 
 
@@ -68,16 +67,11 @@ def row(
     """
     if isinstance(value, float) and not math.isfinite(value):
         value, spread, ok, note = None, None, False, f"failed: {value} {note}".strip()
-    if ok is None and isinstance(value, (int, float)):
-        ok = _meets(value, target)
+    limit = re.match(r"(<=|>=|<|>)\s*([0-9.eE+-]+)", target)
+    if ok is None and limit is not None and isinstance(value, (int, float)):
+        ok = COMPARE[limit[1]](value, float(limit[2]))
     between = None if spread is None else list(spread)
     return dict(zip(COLUMNS, (benchmark, case, metric, value, unit, between, target, ok, note), strict=True))
-
-
-def _meets(value: float, target: str) -> bool | None:
-    match = re.match(r"(<=|>=|<|>)\s*([0-9.eE+-]+)", target)
-    compare = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-    return None if match is None else compare[match[1]](value, float(match[2]))
 
 
 def missing(benchmark: str, case: str, what: str) -> Row:
@@ -256,13 +250,6 @@ def python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, arguments)]
 
 
-def prepared_forks(modules: Iterable[str]) -> ForkServerContext:
-    """A context whose processes are forks of one that has imported `modules`: their time falls on no measurement."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(modules))
-    return context
-
-
 def attempt(benchmark: str, case: str, work: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     """Yield the rows of `work()`; if it raises, those before the error and then a failed row, so the run ends with status 1."""
     try:
@@ -313,11 +300,16 @@ def git_state() -> dict[str, Any]:
 
 
 def print_row(row: Row) -> None:
-    print(
-        "  " + ", ".join(str(row[key]) for key in ("case", "metric", "value", "unit", "note")),
-        file=sys.stderr,
-        flush=True,
-    )
+    figures = ", ".join(str(row[key]) for key in ("case", "metric", "value", "unit", "note"))
+    print(f"  {figures}", file=sys.stderr, flush=True)
+
+
+def report(rows: list[Row], title: str, about: dict[str, Any], began: float, path: Path) -> list[Row]:
+    """Print the table and what became of the run; return the rows that failed or missed their target."""
+    show(rows, f"{title}: {about['gpu'] or about['cpu']}, {about['cores']} cores, load {about['load_average']}")
+    bad = failed(rows)
+    print(f"{len(rows)} rows, {len(bad)} failed or over target, {time.monotonic() - began:.0f} s; saved {path}")
+    return bad
 
 
 def show(rows: list[Row], title: str) -> None:
@@ -355,18 +347,26 @@ def result_path(name: str, about: dict[str, Any], gpu: bool) -> Path:
 
 def save(name: str, rows: list[Row], seconds: float, about: dict[str, Any], path: Path) -> None:
     """The rows and everything needed to read them a year later, as JSON; ValueError on a number that is not finite."""
-    installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
+    installed = installed_versions()
     saved = {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(seconds, 1),
         "machine": about,
         "load_average_after": [round(load, 2) for load in os.getloadavg()],
-        "versions": {
-            library: installed.get(library, installed.get(library.replace("-", "_"))) for library in LIBRARIES
-        },
+        "versions": {library: installed.get(library) for library in LIBRARIES},
         "git": git_state(),
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(saved, indent=1, allow_nan=False) + "\n")
+
+
+def measure_another(benchmark: str, directory: Path, rows: Iterable[Row]) -> None:
+    """Show and save the rows of a benchmark on the model in `directory`, each printed as soon as it is there."""
+    about, start, made = machine(), time.monotonic(), []
+    for each in rows:
+        made.append(each)
+        print_row(each)
+    show(made, benchmark)
+    save(benchmark, made, time.monotonic() - start, about, result_path(f"{benchmark}-{directory.name}", about, False))

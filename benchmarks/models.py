@@ -42,7 +42,7 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Of the weights in bfloat16."""
-        return 2 * sum(parameter.numel() for parameter in meta_model(self).parameters())
+        return 2 * sum(parameter.numel() for parameter in random_model(self, "meta").parameters())
 
 
 QWEN3_0_6B = Shape("Qwen3-0.6B", 1024, 3072, 28, 16, 8, 151936, True, wide_heads=128, family="qwen3")
@@ -51,34 +51,21 @@ LLAMA_1B = Shape("Llama of 1.2 billion weights", 2048, 8192, 16, 32, 8, 128256, 
 SMALL = Shape("Llama of 5 million weights", 256, 688, 4, 4, 4, 8192, True)
 
 
-def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
-    """Random weights made directly on the device, with LoRA r16 on all linear layers and gradient checkpointing."""
+def random_model(shape: Shape, device: str, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+    """Weights as transformers initializes them, made on the device from one seed. more: of transformers' configuration."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = shape.model(dtype, use_cache=False, max_position_embeddings=40960)
+        return shape.model(dtype, **more)
+
+
+def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
+    """Random weights with LoRA r16 on all linear layers and gradient checkpointing."""
+    model = random_model(shape, device, dtype, use_cache=False, max_position_embeddings=40960)
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     return model.train()
-
-
-def meta_model(shape: Shape, **more: Any) -> Any:
-    with torch.device("meta"):
-        return shape.model(**more)
-
-
-def random_model(shape: Shape, **more: Any) -> Any:
-    """Weights in bfloat16 on the CPU (standard deviation 0.02, norms 1)."""
-    model = meta_model(shape, **more).to_empty(device="cpu")
-    model.tie_weights()
-    torch.manual_seed(0)
-    for weight in model.parameters():
-        if weight.ndim == 1:
-            torch.nn.init.ones_(weight)
-        else:
-            torch.nn.init.normal_(weight, std=0.02)
-    return model
 
 
 def word_tokenizer(vocabulary: int) -> Any:
@@ -91,26 +78,25 @@ def word_tokenizer(vocabulary: int) -> Any:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A base and an adapter trained on it, on disk; sizes in bytes of their safetensors files."""
+    """A base and an adapter trained on it, on disk; base_bytes: of the base's safetensors files."""
 
     base: Path
     adapter: Path
     base_bytes: int
-    adapter_bytes: int
 
 
 def write_inputs(shape: Shape, directory: Path, *, shard_bytes: int, rank: int) -> Inputs:
-    """A random base in shards of at most `shard_bytes`, and an adapter of every linear layer."""
+    """A random base in shards of at most `shard_bytes`, and an adapter."""
     base = directory / "base"
-    random_model(shape).save_pretrained(base, max_shard_size=shard_bytes)
-    return with_adapter(shape, base, directory / "adapter", "all-linear", rank)
+    random_model(shape, "cpu").save_pretrained(base, max_shard_size=shard_bytes)
+    return with_adapter(shape, base, directory / "adapter", rank)
 
 
-def with_adapter(shape: Shape, base: Path, adapter: Path, targets: str | list[str], rank: int) -> Inputs:
-    """An adapter with the float32 factors a trained one might have, saved by PEFT."""
-    model = meta_model(shape)
+def with_adapter(shape: Shape, base: Path, adapter: Path, rank: int) -> Inputs:
+    """An adapter of every linear layer with the float32 factors a trained one might have, saved by PEFT."""
+    model = random_model(shape, "meta")
     model.name_or_path = model.config._name_or_path = str(base)
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
     generator = torch.Generator().manual_seed(1)
     state = {
@@ -119,8 +105,7 @@ def with_adapter(shape: Shape, base: Path, adapter: Path, targets: str | list[st
         if "lora_" in name
     }
     adapted.save_pretrained(str(adapter), state_dict=state, save_embedding_layers=False)
-    sizes = [sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (base, adapter)]
-    return Inputs(base, adapter, *sizes)
+    return Inputs(base, adapter, sum(file.stat().st_size for file in base.glob("*.safetensors")))
 
 
 def forget_cached(*directories: Path) -> None:

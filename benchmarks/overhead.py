@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,8 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, OwnTime, Row, quiet, values_row
-from cogumi.core.formatting import last_line
+from benchmarks.harness import OwnTime, Row, quiet, run_process, values_row
 
 WARM_UP = 5  # steps
 MIRRORED = "mirrored"
@@ -119,10 +117,7 @@ def measure(processes: int, sharding: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
         command = [sys.executable, *launcher, "-m", "benchmarks.overhead", scratch, sharding, str(steps)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-        if done.returncode:
-            raise RuntimeError(last_line(done.stderr))
+        run_process(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
         return figures([json.loads(Path(scratch, f"{rank}.json").read_text()) for rank in range(processes)])
 
 

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.harness import Row, machine, result_path, row, save, show
+from benchmarks.harness import Row, measure_another, row
 from cogumi.models.small_base import small_base_path
 
 ROWS, LENGTHS, RATES, PADDING = 8, (64, 256), (1e-6, 1e-5), 5
@@ -88,9 +88,4 @@ def rows(name: str, dtype: torch.dtype, cause: str, difference: Tensor, lengths:
 
 
 if __name__ == "__main__":
-    about, made = machine(), []
-    for each in run(directory=Path(sys.argv[1])):
-        made.append(each)
-        print(each["case"], each["metric"], each["value"], flush=True)
-    show(made, "ratio_noise")
-    save("ratio_noise", made, 0.0, about, result_path(f"ratio_noise-{Path(sys.argv[1]).name}", about, False))
+    measure_another("ratio_noise", Path(sys.argv[1]), run(directory=Path(sys.argv[1])))

@@ -84,9 +84,9 @@ def config_of(method: str, rate: float, steps: int, data: str = "", **more: Any)
     return config
 
 
-def cogumi(*words: object, check: bool = False) -> subprocess.CompletedProcess[str]:
+def cogumi(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cogumi", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=check)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def train(name: str, config: dict[str, Any]) -> tuple[Path, float, subprocess.CompletedProcess[str]]:
@@ -103,7 +103,7 @@ def train(name: str, config: dict[str, Any]) -> tuple[Path, float, subprocess.Co
 # ----------------------------------------------------------------------------------- the witness: transformers and PEFT alone
 
 
-def witness(model: Path, adapter: Path | None = None, file: str = "held") -> list[tuple[float, float, float]]:
+def witness(model: Path, adapter: Path | None = None) -> list[tuple[float, float, float]]:
     """Return for each question: mean log-likelihood of the right answer, less that of the wordy one, and 1 if it is answered."""
     import torch
     from peft import PeftModel
@@ -119,7 +119,7 @@ def witness(model: Path, adapter: Path | None = None, file: str = "held") -> lis
         return float(logits.log_softmax(-1)[range(len(ids)), ids].mean())
 
     results = []
-    for line in (DATA / f"{file}.jsonl").read_text().splitlines()[:WITNESS_ROWS]:
+    for line in (DATA / "held.jsonl").read_text().splitlines()[:WITNESS_ROWS]:
         question, said = json.loads(line)["messages"]
         prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True)["input_ids"]
         with torch.no_grad():
@@ -268,8 +268,8 @@ def resumed() -> Iterator[Row]:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     done = cogumi("train", file)
-    same = all((run / "adapter" / "adapter_model.safetensors").exists() for run in (whole, killed))
-    same = same and len({(run / "adapter" / "adapter_model.safetensors").read_bytes() for run in (whole, killed)}) == 1
+    weights = [run / "adapter" / "adapter_model.safetensors" for run in (whole, killed)]
+    same = all(path.exists() for path in weights) and len({path.read_bytes() for path in weights}) == 1
     yield checked("killed", "adapter equals the undisturbed run's", done.returncode, same)
 
 

@@ -7,21 +7,18 @@ with what transformers wrote.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 import cogumi
-from benchmarks.harness import ROOT, Row, quiet, row, values_row
+from benchmarks.harness import ROOT, Row, quiet, ratio_row, values_row
 from cogumi.methods import gspo
 from cogumi.patches import replaced
 from cogumi.patches.trl_internals import GENERATE_TURN
@@ -33,69 +30,48 @@ BFLOAT16_STEPS = 12
 Turn = Callable[..., Any]  # prompt ids, images, multimodal fields, copies -> completion ids, log-probabilities
 
 
-def transformers_engine(trainer: Any) -> Turn:
-    """Return what TRL calls: `model.generate`."""
-    turn: Turn = getattr(trainer, GENERATE_TURN)
-    return turn
-
-
-def cogumi_engine(trainer: Any) -> Turn:
-    """Return the same with shared prefill and without finished rows."""
-    with replaced(trainer, {GENERATE_TURN: getattr(trainer, GENERATE_TURN)}):
-        generation.share_prefill_and_drop_finished(trainer)
-        return transformers_engine(trainer)
-
-
 BASELINE, CHOSEN = "transformers", "transformers, needless rows skipped"
-ENGINES: dict[str, Callable[[Any], Turn]] = {BASELINE: transformers_engine, CHOSEN: cogumi_engine}
-
-
-@dataclass
-class Pairs:
-    """Tokens/s of one engine and of transformers, rollout by rollout, and how many of the completions are equal."""
-
-    engine: list[float] = field(default_factory=list)
-    baseline: list[float] = field(default_factory=list)
-    equal: int = 0
-    written: int = 0
 
 
 class Comparison:
-    """Takes the place of a trainer's sampler, and measures the engines at each rollout."""
+    """Takes the place of a trainer's sampler, and measures the engines at each rollout.
+
+    Attributes:
+        speeds: Tokens/s by engine, a figure for each rollout.
+        equal: Completions that both engines wrote alike, of `written`.
+    """
 
     def __init__(self, trainer: Any) -> None:
-        self.turns = {name: make(trainer) for name, make in ENGINES.items()}
-        self.pairs = {name: Pairs() for name in ENGINES if name != BASELINE}
-        self.rollouts = 0
+        plain: Turn = getattr(trainer, GENERATE_TURN)  # what TRL calls: `model.generate`
+        with replaced(trainer, {GENERATE_TURN: plain}):
+            generation.share_prefill_and_drop_finished(trainer)
+            self.turns: dict[str, Turn] = {CHOSEN: getattr(trainer, GENERATE_TURN), BASELINE: plain}
+        self.speeds: dict[str, list[float]] = {name: [] for name in self.turns}
+        self.equal = self.written = 0
         self.wait = torch.cuda.synchronize if torch.cuda.is_available() else nullcontext
         setattr(trainer, GENERATE_TURN, self.generate)
 
     def generate(self, *args: Any) -> Any:
-        state = torch.get_rng_state()
-        on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-        if self.rollouts == 0:
+        rollouts = len(self.speeds[BASELINE])
+        if rollouts == 0:
             for name in self.turns:  # warms up
-                self.timed(name, args, state, on_gpu)
-        for name, pairs in self.pairs.items():
-            order = (BASELINE, name) if self.rollouts % 2 else (name, BASELINE)
-            results = {engine: self.timed(engine, args, state, on_gpu) for engine in order}
-            pairs.engine.append(results[name][1])
-            pairs.baseline.append(results[BASELINE][1])
-            completions = list(zip(results[name][0][0], results[BASELINE][0][0], strict=True))
-            pairs.equal += sum(list(one) == list(other) for one, other in completions)
-            pairs.written += len(completions)
-        self.rollouts += 1
-        return self.timed(BASELINE, args, state, on_gpu)[0]
+                self.timed(name, args)
+        results = {}
+        for name in list(self.turns)[:: -1 if rollouts % 2 else 1]:
+            results[name], speed = self.timed(name, args)
+            self.speeds[name].append(speed)
+        completions = [list(map(list, results[name][0])) for name in (BASELINE, CHOSEN)]
+        self.equal += sum(one == other for one, other in zip(*completions, strict=True))
+        self.written += len(completions[0])
+        return self.turns[BASELINE](*args)
 
-    def timed(self, name: str, args: Any, state: Tensor, on_gpu: Tensor | None) -> tuple[Any, float]:
-        """Return what an engine wrote, and its tokens/s."""
-        torch.set_rng_state(state)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
-        self.wait()
-        start = time.perf_counter()
-        written = self.turns[name](*args)
-        self.wait()
+    def timed(self, name: str, args: Any) -> tuple[Any, float]:
+        """Return what an engine wrote, and its tokens/s. The generators stay as they are."""
+        with torch.random.fork_rng():
+            self.wait()
+            start = time.perf_counter()
+            written = self.turns[name](*args)
+            self.wait()
         return written, sum(map(len, written[0])) / (time.perf_counter() - start)
 
 
@@ -108,17 +84,14 @@ def compare(model: str, run_dir: Path, **overrides: Any) -> Comparison:
     return made[0]
 
 
-def pair_rows(case: str, pairs: dict[str, Pairs], target: str = "") -> Iterator[Row]:
+def engine_rows(case: str, compared: Comparison, target: str = "") -> Iterator[Row]:
     """Yield tokens/s, the ratio to transformers over adjacent pairs with its spread, and the share of equal completions."""
-    for name, pair in pairs.items():
-        yield values_row("rollouts", case, BASELINE, pair.baseline, "tokens/s")
-        yield values_row("rollouts", case, name, pair.engine, "tokens/s")
-        ratios = [engine / baseline for engine, baseline in zip(pair.engine, pair.baseline, strict=True)]
-        note = f"{pair.equal} of {pair.written} completions as by {BASELINE}; {len(ratios)} pairs"
-        metric, spread = f"tokens/s, {name} / {BASELINE}", (min(ratios), max(ratios))
-        limit = target if name == CHOSEN else ""
-        middle = statistics.median(ratios)
-        yield row("rollouts", case, metric, middle, "ratio", spread=spread, target=limit, note=note)
+    for name in (BASELINE, CHOSEN):
+        yield values_row("rollouts", case, name, compared.speeds[name], "tokens/s")
+    pairs = len(compared.speeds[BASELINE])
+    note = f"{compared.equal} of {compared.written} completions as by {BASELINE}; {pairs} pairs"
+    metric = f"tokens/s, {CHOSEN} / {BASELINE}"
+    yield ratio_row("rollouts", case, metric, compared.speeds, CHOSEN, BASELINE, target=target, note=note)
 
 
 def run(quick: bool = False) -> Iterator[Row]:
@@ -131,8 +104,8 @@ def run(quick: bool = False) -> Iterator[Row]:
         steps: dict[str, Any] = {"train__max_steps": QUICK_STEPS["gspo"]} if quick else {}
         case = f"smoke/chat-gspo, {torch.get_num_threads()} threads"
         compared = compare(model, home / "gspo", **steps)
-        yield from pair_rows(case, compared.pairs, target=">= 1.5")
+        yield from engine_rows(case, compared, target=">= 1.5")
         if not quick:
             steps = {"model__dtype": "bfloat16", "train__max_steps": BFLOAT16_STEPS}
             compared = compare(model, home / "bfloat16", **steps)
-            yield from pair_rows(f"{case}, weights in bfloat16", compared.pairs)
+            yield from engine_rows(f"{case}, weights in bfloat16", compared)

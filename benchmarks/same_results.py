@@ -16,6 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import cogumi
+
 REPOSITORY = Path(__file__).parents[1]
 STEPS = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no"}
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -66,8 +72,6 @@ def record() -> dict[str, Any]:
 
 
 def training(name: str, config: str, **overrides: Any) -> dict[str, Any]:
-    import cogumi
-
     steps = {f"train__{key}": value for key, value in STEPS.items()}
     result = cogumi.train(config, cogumi__run_dir=name, cogumi__compile="off", **steps, **overrides)
     rows = [json.loads(line) for line in (Path(result.run_dir) / "metrics.jsonl").read_text().splitlines()]
@@ -81,8 +85,6 @@ def training(name: str, config: str, **overrides: Any) -> dict[str, Any]:
 
 
 def merge(family: str, lora: dict[str, Any], weights: tuple[float, ...] = (), **options: Any) -> dict[str, str]:
-    import cogumi
-
     lora = {"target_modules": LINEARS} | lora
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -99,9 +101,6 @@ def merge(family: str, lora: dict[str, Any], weights: tuple[float, ...] = (), **
 
 def save_base(path: Path, family: str) -> Path:
     """Save a random model of a family in bfloat16, in several shards."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     kind, sizes = FAMILIES[family]
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
@@ -111,10 +110,6 @@ def save_base(path: Path, family: str) -> Path:
 
 def save_adapter(base: Path, path: Path, seed: int, lora: dict[str, Any]) -> Path:
     """Save an adapter made by PEFT, every trainable value moved as training might."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(seed)
     values: dict[str, Any] = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | lora
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -160,16 +155,12 @@ def main(words: list[str]) -> int:
             before, now = recorded_with(other, Path(folder) / "a"), recorded_with(REPOSITORY, Path(folder) / "b")
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", other], cwd=REPOSITORY, check=True)
-    missing = sorted(before.keys() ^ now.keys())
-    different = [name for name in before.keys() & now.keys() if before[name] != now[name]]
-    for name in missing:
-        print(f"only {'before' if name in before else 'now'}: {name}")
-    for name in sorted(different):
-        print(f"different: {name}: {before[name]}, now {now[name]}")
-    print(
-        f"{len(before)} results of {words[0]}, {len(before) - len(different) - len(missing)} of them equal bit for bit"
-    )
-    return 1 if different or missing else 0
+    different = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    for name in different:
+        print(f"different: {name}: {before.get(name)}, now {now.get(name)}")
+    equal = len(before.keys() - set(different))
+    print(f"{len(before)} results of {words[0]}, {equal} of them equal bit for bit")
+    return 1 if different else 0
 
 
 if __name__ == "__main__":

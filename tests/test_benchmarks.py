@@ -19,6 +19,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import commands, gpu, gpu_checks, harness, overhead
 from benchmarks.harness import Finished, row
+from cogumi.core.run_directory import read_jsonl
 
 pytestmark = pytest.mark.slow("of the benchmarks, not of the package")
 
@@ -153,7 +154,7 @@ def quick_check(setting: gpu.Setting) -> Iterator[dict[str, Any]]:
 def test_a_check_that_is_killed_keeps_its_figures_and_is_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checks = [gpu.Check(name, limit, f"gpu_checks:{name}", "") for name, limit in (("slow", 1), ("crash", 30))]
+    checks = [gpu.Check(name, limit, "") for name, limit in (("slow", 1), ("crash", 30))]
     checks.insert(0, next(check for check in gpu.CHECKS if check.name == "environment"))
     monkeypatch.setattr(gpu, "CHECKS", tuple(checks))
     monkeypatch.setattr(gpu_checks, "slow", slow_check, raising=False)
@@ -221,7 +222,7 @@ def test_every_check_of_a_card_runs_on_a_cpu(names: set[str], tmp_path: Path) ->
     rows = well_formed(json.loads(path.read_text())["rows"])
     broken = [each for each in rows if each["note"].startswith(("failed", "skipped"))]
     assert not broken, f"{broken}\n{done.stderr[-3000:]}"
-    finished = {line["check"] for line in gpu.read_lines(path.with_suffix(".jsonl")) if line.get("finished")}
+    finished = {line["check"] for line in read_jsonl(path.with_suffix(".jsonl")) if line.get("finished")}
     assert finished == names
     missing = {each["benchmark"] for each in rows if each["note"].startswith("missing: unsloth")}
     assert missing == ({"gpu_probes", "ratios-unsloth", "sft-speed-unsloth"} if names != COVERED else set())

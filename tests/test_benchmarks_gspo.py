@@ -198,10 +198,10 @@ def test_both_methods_really_train_from_one_sft_model(
 
 def test_engines_write_the_same_rollouts(tmp_path: Path) -> None:
     short = {"train__max_steps": 2, "train__max_completion_length": 6, "data__max_rows": 16}
-    pairs = rollouts.compare("cogumi:small-base", tmp_path / "run", **short).pairs
-    assert len(pairs[rollouts.CHOSEN].engine) == 2
-    assert pairs[rollouts.CHOSEN].equal == pairs[rollouts.CHOSEN].written >= 64
-    rates = [row["value"] for row in rollouts.pair_rows("-", pairs) if row["unit"] == "tokens/s"]
+    compared = rollouts.compare("cogumi:small-base", tmp_path / "run", **short)
+    assert len(compared.speeds[rollouts.CHOSEN]) == 2
+    assert compared.equal == compared.written >= 64
+    rates = [row["value"] for row in rollouts.engine_rows("-", compared) if row["unit"] == "tokens/s"]
     assert min(rates) > 0
 
 

@@ -68,7 +68,6 @@ def test_the_adapter_is_peft_s_and_every_linear_layer_has_one(inputs: Inputs) ->
     weights = load_file(inputs.adapter / "adapter_model.safetensors")
     assert len(weights) == 2 * 7 * merge.TINY.layers
     assert all(weight.any() and weight.dtype == torch.float32 for weight in weights.values())
-    assert inputs.adapter_bytes == (inputs.adapter / "adapter_model.safetensors").stat().st_size
 
 
 # ------------------------------------------------------------------------------------------------------------ processes

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_checkpoints_protect import flip
 
-from benchmarks import faults, faults_costs, faults_disk, harness
-from benchmarks.faults import QUICK, Bench, Outcome
-from benchmarks.faults_disk import mounted
+from benchmarks import faults, harness
+from benchmarks.faults import QUICK, Bench, Outcome, mounted
 from benchmarks.faults_training import SAVES, is_good, read_journal, words_of
 
 pytestmark = [
@@ -99,10 +99,10 @@ def test_a_silent_divergence_is_seen(bench: Bench) -> None:
         shutil.copytree(base.directory, job.directory)
         (job.directory / "checkpoint-6" / name).unlink()
         write_journal(job.journal, base.journal, 6)
-        collected[name] = bench.endure(job, damaged=6)
+        collected[name] = bench.endure(job)
     silent, loud = collected.values()
     assert (silent.finished, silent.identical, silent.silent) == (True, False, True)
-    assert (loud.finished, loud.identical, loud.silent, loud.lost) == (False, False, False, 0)
+    assert (loud.finished, loud.identical, loud.silent, loud.lost) == (False, False, False, 1)
     assert "Can't find a valid checkpoint" in loud.note
 
 
@@ -110,11 +110,11 @@ def test_a_lost_checkpoint_is_seen(bench: Bench) -> None:
     job = bench.job("cogumi", False)
     shutil.copytree(bench.bases["cogumi", False].directory, job.directory)
     write_journal(job.journal, bench.bases["cogumi", False].journal, 6)
-    assert bench.lost(job, None) == 0
-    for step, (lost, lost_but_one) in {6: (1, 0), 4: (2, 1), 2: (3, 2)}.items():
-        faults_disk.flip(job.directory / f"checkpoint-{step}" / "optimizer.pt", 0.5)
+    assert bench.lost(job) == 0
+    for step, lost in {6: 1, 4: 2, 2: 3}.items():
+        flip(job.directory / f"checkpoint-{step}" / "optimizer.pt")
         assert not is_good(job.directory, bench.references[False], step)
-        assert (bench.lost(job, None), bench.lost(job, 6)) == (lost, lost_but_one)
+        assert bench.lost(job) == lost
 
 
 def test_one_bit_of_one_loss_counts(tmp_path: Path) -> None:
@@ -158,6 +158,6 @@ def test_figures_stand_beside_each_other_and_only_cogumi_s_are_judged() -> None:
 
 @pytest.mark.sweep  # two processes that import torch
 def test_a_save_is_timed() -> None:
-    rows = {row["metric"]: row for row in faults_costs.save_rows(quick=True)}
+    rows = {row["metric"]: row for row in faults.save_rows(quick=True)}
     assert len(rows) == 4
     assert all(row["value"] > 0 and row["ok"] is None for row in rows.values())

@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from cogumi.config.source import Origins, list_names, not_a_section
+from cogumi.config.source import Origins, not_a_section
+from cogumi.core.formatting import join_names
 
 STRATEGIES = ("save_strategy", "eval_strategy", "logging_strategy")
 # A dtype by name, which is what a written config has; code may pass torch's own object.
@@ -128,7 +129,7 @@ def reject_unknown(values: Iterable[str], known: Iterable[str], prefix: str, ori
     for key in values:
         if key not in known:
             near = ALIASES.get(f"{prefix}{key}") or nearest(key, known)
-            hint = f"did you mean {prefix}{near}?" if near else f"valid: {list_names(known)}"
+            hint = f"did you mean {prefix}{near}?" if near else f"valid: {join_names(known)}"
             raise origins.error(f"unknown key `{prefix}{key}`{where}", f"{prefix}{key}", hint)
 
 

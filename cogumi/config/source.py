@@ -4,13 +4,14 @@ import difflib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import join_names
 
 Config = str | os.PathLike[str] | Mapping[str, Any]  # a YAML file, a template's name, or the values
 SECTIONS = ("model", "lora", "data", "train", "cogumi")
@@ -97,12 +98,7 @@ def suggest_yaml(path: Path) -> str:
     near = difflib.get_close_matches(path.name if is_yaml(path) else str(path), names, n=1)
     if near:
         return f"did you mean {names[near[0]]}?"
-    return f"there are {list_names(sorted(names))}" if names else "`cogumi cp` lists the configs that come with cogumi"
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Join the first dozen names, and count the rest."""
-    return ", ".join(names[:12]) + f" and {len(names) - 12} more" * (len(names) > 12)
+    return f"there are {join_names(sorted(names))}" if names else "`cogumi cp` lists the configs that come with cogumi"
 
 
 def parse_scalar(text: str) -> Any:

@@ -80,9 +80,19 @@ def flag_sentence(flag: Mapping[str, Any]) -> str:
     return f"{sentence}; change {knob}" if knob else sentence
 
 
+def join_names(names: Sequence[str], limit: int = 12) -> str:
+    """Join the first `limit` names, and count the rest."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
 def one_line(error: BaseException) -> str:
     """Return the text of an error in one line; its type if the text is empty."""
     return " ".join(f"{error}".split()) or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text; its type if the text is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def last_line(text: str) -> str:

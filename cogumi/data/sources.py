@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError, best_effort
+from cogumi.core.formatting import first_line
 from cogumi.core.run_directory import write_atomic
 from cogumi.data.rows import NO_OBJECT, encode_table
 from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, TEXT, files_identity, kind_of, refuse_other_kinds
@@ -96,7 +97,7 @@ def _report_damage(file: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, pl.exceptions.PolarsError, OSError, UnicodeError) as error:
         refuse_other_kinds(str(file), [file.name])
-        message = f"not a {kind_of(file) or PARQUET} file, or a damaged one ({_first_line(error)})"
+        message = f"not a {kind_of(file) or PARQUET} file, or a damaged one ({first_line(error)[:200]})"
         raise UsageError(message, place=file, fix="write or download it again") from error
 
 
@@ -107,10 +108,6 @@ def _refuse_missing_columns(file: Path, columns: Sequence[str], names: Iterable[
             near = nearest(column, names)
             hint = f"did you mean {near!r}? " if near else ""
             raise UsageError(f"no column {column!r}", place=file, fix=f"{hint}it has: {', '.join(names)}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterator[Batch]:
@@ -239,7 +236,7 @@ def _records_over_lines(
 
 
 def _not_json(file: Path, number: int, error: Exception) -> UsageError:
-    problem = f"not JSON, or cut short ({getattr(error, 'msg', None) or _first_line(error)})"
+    problem = f"not JSON, or cut short ({getattr(error, 'msg', None) or first_line(error)[:200]})"
     return UsageError(problem, place=f"{file}:{number}", fix="write or download the file again")
 
 

@@ -7,7 +7,6 @@ neither copied nor rewritten in a listed way refuses the file, and so does one t
 
 import math
 import re
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -289,9 +288,11 @@ def check_tensors(path: Path, reader: Any, merged: Path, template: bool) -> Gguf
             sources.sort()
             stored, name = unread.pop(target, None), sources[0].name
             loaded = [homes[source.name].get_tensor(source.name) for source in sources]
-            if stored is None and target == "output.weight" and torch.equal(loaded[0], load_embedding(pieces, homes)):
-                left_out.append(name)  # llama.cpp takes the embedding for a head that is not there
-                continue
+            if stored is None and target == "output.weight":
+                embedding = pieces["token_embd.weight"][0].name
+                if torch.equal(loaded[0], homes[embedding].get_tensor(embedding)):
+                    left_out.append(name)  # llama.cpp takes the embedding for a head that is not there
+                    continue
             if stored is None:
                 refuse(path, merged, f"{target} is missing, {name}")
             tensors = [
@@ -338,12 +339,6 @@ def count_blocks(path: Path, merged: Path, reader: Any) -> int:
         if count != (0 if number is None else number.contents()) or blocks != set(range(len(blocks))):
             refuse(path, merged, f"{architecture}.{key} is {number and number.contents()} for {count} in the tensors")
     return len(blocks)
-
-
-def load_embedding(pieces: Mapping[str, list[Piece]], homes: Mapping[str, Any]) -> torch.Tensor:
-    name = pieces["token_embd.weight"][0].name
-    embedding: torch.Tensor = homes[name].get_tensor(name)
-    return embedding
 
 
 def distance(stored: Any, tensor: torch.Tensor, tolerance: float = 0.0) -> float | None:

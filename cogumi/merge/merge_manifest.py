@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -13,7 +13,7 @@ from typing import Any
 
 from cogumi.core.durability import blake3_file, bytes_in_memory, drop_from_memory, sync_path, write_synced
 from cogumi.core.errors import MergeError, UsageError
-from cogumi.core.formatting import format_bytes
+from cogumi.core.formatting import format_bytes, join_names
 from cogumi.core.notices import show_seconds, show_stage
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, read_elements
 from cogumi.merge.adapter_files import resolve_adapter, weight_files
@@ -168,7 +168,11 @@ class CheckReport:
         again = f"not compared with base + adapter again: {self.missing}"
         if self.elements is not None:
             again = f"{self.elements:,} computed elements compared with base + adapter again"
-        beside = f"; not written by the merge, and read by no loader: {join_names(self.beside)}" if self.beside else ""
+        beside = (
+            f"; not written by the merge, and read by no loader: {join_names(self.beside, MAX_NAMES)}"
+            if self.beside
+            else ""
+        )
         summary = f"{self.directory}: {self.files} files ({format_bytes(self.bytes)}) are what the manifest says"
         return f"{summary}, {source}; {again}{beside}"
 
@@ -199,10 +203,11 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         name, dtype, is_full = manifest["base"]["path"], manifest["dtype"], manifest["base_mode"] == "full"
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise MergeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    beside = unnamed_files(directory, outputs.keys() | {path})
+    others = [file.relative_to(directory) for file in list_files(directory) if file not in outputs.keys() | {path}]
+    beside = sorted({name.parts[0] if name.parts[0] in UNREAD_FOLDERS else name.as_posix() for name in others})
     unread = {name for name in beside if any(fnmatch(name.lower(), pattern) for pattern in UNREAD_FILES)}
     if loaded := [name for name in beside if name not in unread.union(UNREAD_FOLDERS)]:
-        message = f"{directory}: not written by the merge, and a loader may read it: {join_names(loaded)}"
+        message = f"{directory}: not written by the merge, and a loader may read it: {join_names(loaded, MAX_NAMES)}"
         raise MergeError(f"{message}; move it elsewhere, or merge again")
     changed, from_memory = read_back(outputs, readers, progress, "hashing")
     if changed:
@@ -223,12 +228,6 @@ def check_merged(directory: Path, workers: int | None = None, *, progress: bool 
         return replace(report, elements=verify_shards(plan, directory, workers, advance))
 
 
-def unnamed_files(directory: Path, named: Collection[Path]) -> list[str]:
-    """Return the files of a merged directory beside these paths, by path within it. Of UNREAD_FOLDERS the name alone."""
-    names = [path.relative_to(directory) for path in list_files(directory) if path not in named]
-    return sorted({name.parts[0] if name.parts[0] in UNREAD_FOLDERS else name.as_posix() for name in names})
-
-
 def list_files(directory: Path) -> Iterator[Path]:
     """Yield every file and link below a directory. A link is one name, also to a directory."""
     for path in directory.iterdir():
@@ -236,11 +235,6 @@ def list_files(directory: Path) -> Iterator[Path]:
             yield from list_files(path)
         else:
             yield path
-
-
-def join_names(names: list[str]) -> str:
-    more = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def read_back(digests: dict[Path, str], workers: int, progress: bool, name: str) -> tuple[str | None, int | None]:

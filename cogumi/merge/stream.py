@@ -349,7 +349,8 @@ def verify_run(work: Work, directory: Path, written: torch.Tensor, as_written: b
     assert out is not None
     with (directory / run.tensor.target.path).open("rb", buffering=0) as file:
         read_into(file, run.start, written)
-    if same_bytes(written, out):
+    width = "u1" if len(out) % 8 else "u8"  # eight bytes at a time where possible
+    if np.array_equal(written.numpy().view(width), out.numpy().view(width)):
         return
     name = run.tensor.target.name
     if work.update is None:
@@ -378,9 +379,3 @@ def refuse_wrong_elements(run: RowRange, stored: Stored, update: Update, written
         element = f"{run.tensor.target.name}: element {(run.first + row, column)} is {out[row, column].item():.9g}"
         message = f"{element} where W + delta is {expected[row, column].item():.9g}"
         raise MergeError(f"{message}; {int(wrong.sum())} elements near it are off")
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two uint8 tensors of one size are equal, eight bytes at a time where possible."""
-    width = "u1" if len(one) % 8 else "u8"
-    return np.array_equal(one.numpy().view(width), other.numpy().view(width))

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 
 from cogumi.core.checkpoint_faults import Fault, incomplete
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import first_line
 from cogumi.models.base import RunBase, auto_class
 from cogumi.models.quantization import (
     cast_unquantized,
@@ -82,11 +83,6 @@ def load_tokenizer(model: RunBase | str) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
         log.info("padding with the end token %r: the tokenizer has no pad token", tokenizer.eos_token)
     return tokenizer
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of transformers' errors, which list all known values below."""
-    return str(error).strip().partition("\n")[0]
 
 
 def load_model(

@@ -127,10 +127,12 @@ def kept_environment() -> Iterator[None]:
 def kept_random_state() -> Iterator[None]:
     """Restore the random states of Python, NumPy and torch, on every device, after the block."""
     python, of_numpy = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    numpy.random.set_state(of_numpy)
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(of_numpy)
 
 
 def sync_weights(generation: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.core.errors import TRAINING_PACKAGES, Finding
-from cogumi.core.formatting import pip_command
+from cogumi.core.formatting import join_names, pip_command
 
 INSTALL = "sh requirements/install.sh"
 MAX_NAMES = 6  # in one line
@@ -108,17 +108,14 @@ def torch_build() -> tuple[str | None, str | None]:
     return torch.version, cuda[1] if cuda else None
 
 
-def join_names(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
-
-
 def check_lane() -> Finding:
     versions = installed_versions()
     if absent := [name for name in NEEDED if name not in versions]:
-        return Finding("installed", "fatal", f"missing: {join_names(absent)}", "nothing works without these", INSTALL)
+        return Finding(
+            "installed", "fatal", f"missing: {join_names(absent, MAX_NAMES)}", "nothing works without these", INSTALL
+        )
     if absent := [name for name in TRAINING_PACKAGES if name not in versions]:
-        figure, fix = f"not installed: {join_names(absent)}", pip_command('install "cogumi[train]"')
+        figure, fix = f"not installed: {join_names(absent, MAX_NAMES)}", pip_command('install "cogumi[train]"')
         if len(absent) == len(TRAINING_PACKAGES):
             return Finding("training", "note", f"{figure}; merges, checks and the disk monitor work", "", fix)
         return Finding("training", "warning", figure, "nothing trains without these", fix)
@@ -133,4 +130,4 @@ def check_lane() -> Finding:
         return Finding("lane", "ok", figure)
     named = [f"{name} {version or 'not installed'} (pinned {pinned})" for name, pinned, version in others]
     fix = pip_command(f"install --require-hashes --no-deps --only-binary :all: -r {lane.file}")
-    return Finding("lane", "warning", figure, f"not what the lane pins: {join_names(named)}", fix)
+    return Finding("lane", "warning", figure, f"not what the lane pins: {join_names(named, MAX_NAMES)}", fix)

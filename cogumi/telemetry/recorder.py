@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import random
 import shutil
 import signal
 import statistics
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from torch import nn
@@ -43,6 +41,7 @@ from cogumi.data.chat import transcript_of
 from cogumi.merge.stream import available_cores
 from cogumi.models.completion import complete_with_ends
 from cogumi.patches.trl_internals import logged_completions, observe_rollouts
+from cogumi.patches.vllm_engine import kept_random_state
 from cogumi.stack.gpu_health import read_gpu_health
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat
@@ -368,13 +367,10 @@ def write_samples(
 def preserve_rng_and_mode(model: nn.Module) -> Iterator[None]:
     """Restore, after the block, every random state and the training mode of every module."""
     modes = {module: module.training for module in model.modules()}
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+        with kept_random_state():
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         for module, training in modes.items():
             module.training = training
 
