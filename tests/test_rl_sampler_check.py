@@ -13,6 +13,7 @@ import torch
 from cogumi.config.presets import CORRECTIONS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
+from cogumi.core.random_state import kept_random_state
 from cogumi.methods import gspo
 from cogumi.patches import vllm_engine
 from cogumi.rl import sampling
@@ -340,7 +341,7 @@ def test_building_an_engine_leaves_the_random_numbers() -> None:
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
     expected = draw()
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-    with vllm_engine.kept_random_state():
+    with kept_random_state():
         random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
         draw()
     assert draw() == expected

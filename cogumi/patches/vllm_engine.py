@@ -6,7 +6,6 @@ it again, which rounds twice. On a CPU, vLLM has packed its weights into other t
 """
 
 import os
-import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,11 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cogumi.core.random_state import kept_random_state
 from cogumi.patches import PatchStatus, replaced
 from cogumi.patches.trl_internals import wrap_method
 
@@ -121,18 +120,6 @@ def kept_environment() -> Iterator[None]:
         for name in LAUNCH:
             os.environ.pop(name, None)
         os.environ.update(before)
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch, on every device, after the block."""
-    python, of_numpy = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(of_numpy)
 
 
 def sync_weights(generation: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from cogumi.core.errors import UsageError
+from cogumi.core.random_state import kept_random_state
 from cogumi.core.run_directory import write_json
 from cogumi.patches import replaced
 from cogumi.patches.gspo_loss import loss_name
@@ -31,7 +32,6 @@ from cogumi.patches.trl_internals import (
     rollout_position,
     wrap_method,
 )
-from cogumi.patches.vllm_engine import kept_random_state
 from cogumi.rewards.named_rewards import as_annotated
 from cogumi.rl.guards import OWN_OBJECTIVE, accepted_by, format_accept_call, guard_trainer, is_run_trainer
 from cogumi.rl.loss_check import (

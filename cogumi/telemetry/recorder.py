@@ -23,6 +23,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from cogumi.core.durability import NO_SPACE
 from cogumi.core.errors import FINISHED_AND_SAVED, TRACEBACK_IN, EndedByWatch, RefusedAtSetup, UserCodeError
 from cogumi.core.formatting import format_duration
+from cogumi.core.random_state import kept_random_state
 from cogumi.core.redact import RedactingFormatter, VisibleFormatter, redact_text
 from cogumi.core.run_directory import (
     DECISIONS,
@@ -41,7 +42,6 @@ from cogumi.data.chat import transcript_of
 from cogumi.merge.stream import available_cores
 from cogumi.models.completion import complete_with_ends
 from cogumi.patches.trl_internals import logged_completions, observe_rollouts
-from cogumi.patches.vllm_engine import kept_random_state
 from cogumi.stack.gpu_health import read_gpu_health
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry.heartbeat import Heartbeat
