@@ -111,7 +111,7 @@ def test_messages_with_calls_of_tools_go_through_a_run_as_they_are(tiny_model: P
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
     told = [say("", tool_calls=[call]), turn("tool", "5", name="add")]
     messages = [[ask(f"row {n}"), *(told if n % 2 else [])] for n in range(16)]
-    rows = [{"id": n, "value": n, "prompt": prompt, "tools": [call] * (n % 2)} for n, prompt in enumerate(messages)]
+    rows = [{"id": n, "value": n, "prompt": prompt} for n, prompt in enumerate(messages)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "own.py").write_text(REWARD)
     config = config_of(home, tmp_path / "rows.jsonl", tmp_path, eval_rows=2)

@@ -87,7 +87,8 @@ def test_the_merge_is_right_and_all_that_no_text_reaches_is_as_it_was(sft: Any, 
     assert merged.keys() == expected.keys()
     changed = 0
     for name, value in CLASSES[kind][0].from_pretrained(base, dtype=torch.float32).state_dict().items():
-        torch.testing.assert_close(merged[name], expected[name], rtol=2**-8, atol=0)  # one rounding to bfloat16
+        # One rounding to bfloat16; PEFT's sum in float32 is inexact where base and update cancel.
+        torch.testing.assert_close(merged[name], expected[name], rtol=2**-8, atol=1e-8)
         changed += not torch.equal(merged[name], value)
     assert changed == len(load_file(sft.adapter / "adapter_model.safetensors")) // 2  # an A and a B each
 
