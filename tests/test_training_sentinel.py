@@ -194,7 +194,7 @@ def test_watching_changes_nothing_that_is_learned(asked: Config, watched: Any, m
 
 @pytest.mark.parametrize(
     ("base", "examples", "fewest", "most"),
-    [("cogumi:small-base", 16, 16, 30), ("", 16, 32, 64), ("", 4, 0, 0)],
+    [("cogumi:small-base", 32, 16, 30), ("", 32, 32, 64), ("", 8, 0, 0)],
     ids=["told apart at once", "not told apart", "too short a run"],
 )
 def test_prompts_are_compared_for_a_twentieth_of_the_training(
