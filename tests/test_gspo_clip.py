@@ -116,7 +116,8 @@ def test_an_open_epsilon_follows_from_the_noise_and_stays_when_the_run_resumes(
     assert noise["epsilon"] == pytest.approx(WIDTH * noise["sd"], rel=0.05)
     ran = json.loads((tmp_path / "trainer" / "loss.json").read_text())["arguments"]  # compared with the formula
     assert ran["epsilon_low"] == noise["epsilon"] == trainer.epsilon_low
-    assert ran["epsilon_high"] == pytest.approx(4 / 3 * noise["epsilon"], rel=0.1)  # two digits of each
+    digit = 10.0 ** (math.floor(math.log10(noise["epsilon"])) - 1)  # the second, to which both are rounded
+    assert ran["epsilon_high"] == pytest.approx(4 / 3 * noise["epsilon"], abs=(4 / 3 + 1) * digit / 2)
     assert "noise of the ratios: sd" in caplog.text
     assert "chosen: train.epsilon:" in caplog.text
     assert noise["outside"] == 0
