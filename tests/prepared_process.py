@@ -97,8 +97,8 @@ def python(environment: Mapping[str, str]) -> list[str]:
 
 
 def as_program(path: Path, environment: Mapping[str, str]) -> str:
-    """An executable file that stands for `python` with this environment, for what is told of one, as `sys.executable`."""
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(python(environment))} "$@"\n')
+    """An executable file that stands for `python` with this environment, and is `sys.executable` to what it runs."""
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([*python(environment), "-X", f"executable={path}"])} "$@"\n')
     path.chmod(0o755)
     return str(path)
 
@@ -225,6 +225,9 @@ def become(connection: socket.socket) -> NoReturn:
 
 def status_of(words: list[str]) -> int:
     """Run `python WORDS`, to its status."""
+    if words[0] == "-X":
+        sys.executable = words[1].removeprefix("executable=")
+        words = words[2:]
     how, what, *rest = words
     sys.argv = ["-c" if how == "-c" else what, *rest]
     sys.path[0] = ""

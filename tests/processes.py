@@ -17,6 +17,6 @@ def until(happened: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 def processes_with(variable: str, value: object) -> list[psutil.Process]:
-    """Processes that were started with this variable of the environment; `info` has their command lines."""
-    running = psutil.process_iter(["environ", "cmdline"])  # None where the system does not tell
+    """Processes that were started with this variable of the environment; `info` has command line and directory."""
+    running = psutil.process_iter(["environ", "cmdline", "cwd"])  # None where the system does not tell
     return [process for process in running if (process.info["environ"] or {}).get(variable) == str(value)]

@@ -25,12 +25,6 @@ import os, runpy
 open("pid", "w").write(str(os.getpid()))
 runpy.run_module("cogumi", run_name="__main__")
 """
-# The command, where the Python that it starts is the first word.
-PREPARED_START = """
-import runpy, sys
-sys.executable = sys.argv.pop(1)
-runpy.run_module("cogumi", run_name="__main__")
-"""
 
 
 def here(**more: str) -> dict[str, str]:
@@ -67,8 +61,8 @@ def home(tiny_model: Path, code_parquet: Path, tmp_path: Path, none_left_behind:
 
 
 def test_start_wait_and_attach_to_what_has_finished(home: Path) -> None:
-    words = ["-c", PREPARED_START, prepared_process.as_program(home / "python", here())]
-    command = [*prepared_process.python(here()), *words, "start", "tiny.yaml", "train.learning_rate=1e-2"]
+    python = prepared_process.as_program(home / "python", here())
+    command = [python, "-m", "cogumi", "start", "tiny.yaml", "train.learning_rate=1e-2"]
     variables = here(COGUMI_TRAIN__MAX_STEPS="7")
     begun = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=300)
     assert begun.returncode == 0, begun.stderr

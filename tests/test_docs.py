@@ -251,8 +251,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory, sources: list[str]) -> Itera
     path = f"{directory / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("COGUMI_")}
     environment = kept | SHORT | {"PATH": path, "PYTHONPATH": str(REPOSITORY)}
-    # In the place of Python, which would import torch for every command; what they start themselves, Python starts.
-    for name, words in {"python": [sys.executable], "cogumi": prepared_process.client(environment)}.items():
+    # In the place of Python, which would import torch for every command.
+    prepared = prepared_process.as_program(directory / "prepared", environment)
+    for name, words in {"python": [sys.executable], "cogumi": [prepared, "-m", "cogumi"]}.items():
         program = directory / ".venv/bin" / name
         program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         program.chmod(0o755)

@@ -4,6 +4,7 @@ import ast
 import builtins
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -163,10 +164,30 @@ SAID = {
 FEWER = {"06": {"STEPS": 100}, "09": {"REWARD_STEPS": 8}}  # those that say themselves how many steps
 
 
-def execute(source: Path, directory: Path, parameters: dict[str, Any]) -> Any:
+# When it is imported in a kernel, the package tells it how its values are shown.
+PREPARED_KERNEL = """
+import sys
+from ipykernel import kernelapp
+del sys.modules["cogumi"]
+kernelapp.launch_new_instance()
+"""
+
+
+@pytest.fixture
+def prepared_kernel(prepared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a kernel that need not import torch first."""
+    place = tmp_path / "jupyter/kernels/prepared"
+    place.mkdir(parents=True)
+    words = [prepared, "-c", PREPARED_KERNEL, "-f", "{connection_file}"]
+    (place / "kernel.json").write_text(json.dumps({"argv": words, "display_name": "prepared", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
+    return place.name
+
+
+def execute(source: Path, directory: Path, parameters: dict[str, Any], kernel: str) -> Any:
     """The notebook of a source, executed in a directory."""
     nbformat.write(generate.notebook_of(source), directory / "in.ipynb")
-    where = {"cwd": str(directory), "kernel_name": generate.HERE_KERNEL}
+    where = {"cwd": str(directory), "kernel_name": kernel}
     options = {"progress_bar": False, "execution_timeout": 600}
     return papermill.execute_notebook(directory / "in.ipynb", None, parameters, **where, **options)
 
@@ -177,7 +198,8 @@ def execute(source: Path, directory: Path, parameters: dict[str, Any]) -> Any:
     [path if path.stem.startswith("00") else pytest.param(path, marks=RUNS_LONG) for path in SOURCES],
     ids=lambda path: path.stem,
 )
-def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared_kernel: str) -> None:
+    kernel = generate.HERE_KERNEL if source.stem.startswith("00") else prepared_kernel
     if source.stem[:2] not in FEWER:
         # After 8 steps the small base repeats itself.
         monkeypatch.setenv("COGUMI_TRAIN__MAX_STEPS", "16" if source.stem.startswith("03") else "8")
@@ -186,14 +208,14 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         )  # a check fails for it, and a next stage would refuse it
         monkeypatch.setenv("COGUMI_TRAIN__LOGGING_STEPS", "1")  # eight rows are what a sanity check judges by
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    said = text_of(execute(source, tmp_path, FEWER.get(source.stem[:2], {})))
+    said = text_of(execute(source, tmp_path, FEWER.get(source.stem[:2], {}), kernel))
     for word in SAID[source.stem[:2]]:
         assert word in said, (word, said[-3000:])
 
 
 @pytest.mark.slow("a kernel of its own; the quickstart is run by the fast tier")
-def test_papermills_parameters_are_taken(tmp_path: Path) -> None:
-    execute(HOME / "02_data.py", tmp_path, {"RUNS": "elsewhere"})
+def test_papermills_parameters_are_taken(tmp_path: Path, prepared_kernel: str) -> None:
+    execute(HOME / "02_data.py", tmp_path, {"RUNS": "elsewhere"}, prepared_kernel)
     assert (tmp_path / "elsewhere" / "mine.jsonl").is_file()
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import prepared_process
 import pytest
 import yaml
-from processes import until
+from processes import processes_with, until
 from safetensors.torch import load_file
 
 from cogumi.config.schema import load_config
@@ -65,25 +66,33 @@ def config(method: str, run_dir: Path, **cogumi: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start_in(folder: Path, values: dict[str, Any], name: str = "run") -> subprocess.Popen[str]:
-    """Starts `cogumi train` on a config, with its output in a file."""
+def start_in(folder: Path, values: dict[str, Any], name: str = "run", real: bool = False) -> subprocess.Popen[str]:
+    """Starts `cogumi train` on a config, with its output in a file. real: with a Python that imports everything itself."""
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(values))
+    places = f"{REPOSITORY}:{folder}" if real else str(REPOSITORY)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": places}
+    python = sys.executable if real else prepared_process.as_program(folder / "python", environment)
     with (folder / f"{name}.said").open("w") as said:
         return subprocess.Popen(
-            [sys.executable, "-m", "cogumi", "train", str(path)],
-            cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{folder}"},
-            stdout=said, stderr=said, text=True,
-        )  # fmt: skip
+            [python, "-m", "cogumi", "train", str(path)],
+            cwd=folder,
+            env=environment,
+            stdout=said,
+            stderr=said,
+            text=True,
+        )
 
 
-def run_in(folder: Path, method: str, name: str, train: dict[str, Any] | None = None, **cogumi: Any) -> Path:
+def run_in(
+    folder: Path, method: str, name: str, train: dict[str, Any] | None = None, real: bool = False, **cogumi: Any
+) -> Path:
     """Runs `cogumi train` to its end; the run's directory."""
     values = config(method, folder / name, **cogumi)
     values["train"] |= train or {}
     if cogumi.get("tuning") == "full":
         del values["lora"]
-    assert start_in(folder, values, name).wait(timeout=300) == 0, (folder / f"{name}.said").read_text()[-4000:]
+    assert start_in(folder, values, name, real).wait(timeout=300) == 0, (folder / f"{name}.said").read_text()[-4000:]
     return folder / name
 
 
@@ -193,17 +202,9 @@ def test_a_run_that_is_asked_to_end_resumes_with_two_processes_and_with_one(
     assert weights_apart(whole, tmp_path / "two") == 0
 
 
-def pid_of_rank(launcher: int, rank: int) -> int:
-    """The process of a rank that a launcher has started, or 0."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            environment = (path / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if parent == launcher and b"RANK=%d" % rank in environment:
-            return int(path.name)
-    return 0
+def pid_of_rank(folder: Path, rank: int) -> int:
+    """The process of a rank that a launcher has started in a directory, or 0."""
+    return next((each.pid for each in processes_with("RANK", rank) if each.info["cwd"] == str(folder)), 0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -214,7 +215,7 @@ def test_one_that_dies_ends_the_run_and_is_named(
     values["train"]["max_steps"] = 40
     launcher = start(values)
     until(lambda: (tmp_path / "run/checkpoints/checkpoint-6").exists())
-    pid = pid_of_rank(launcher.pid, rank)
+    pid = pid_of_rank(tmp_path, rank)
     assert pid
     os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
@@ -234,7 +235,7 @@ def test_one_that_dies_ends_the_run_and_is_named(
 def test_one_that_dies_at_its_exit_takes_nothing_from_the_run(run: Callable[..., Path], tmp_path: Path) -> None:
     at_exit = "import atexit, os\nif os.environ.get('RANK') == '1':\n    atexit.register(os._exit, 3)\n"
     (tmp_path / "sitecustomize.py").write_text(at_exit)
-    finished = run("sft", "run", processes=2, merge=False, train={"max_steps": 2})
+    finished = run("sft", "run", processes=2, merge=False, real=True, train={"max_steps": 2})
     assert (finished / "DONE").exists()
 
 
@@ -299,7 +300,7 @@ def test_the_users_own_launcher(machines: int, tmp_path: Path) -> None:
 
 def test_a_signal_before_the_training_ends_all(start: Start, tmp_path: Path) -> None:
     launcher = start(config("sft", tmp_path / "run", processes=2))
-    until(lambda: pid_of_rank(launcher.pid, 1))
+    until(lambda: pid_of_rank(tmp_path, 1))
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
     assert "cogumi: interrupted" in (tmp_path / "run.said").read_text()
