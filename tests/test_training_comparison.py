@@ -256,7 +256,7 @@ def test_beside_a_gpu_a_run_may_load_its_own_result_(
     assert read_setup(run_dir).columns[-1] == "merged"  # tests/test_chat.py has what another process is told
 
 
-@pytest.mark.slow("two runs of the small base")
+@pytest.mark.sweep  # tests/test_smoke.py has the same order, by exact answers
 def test_base_sft_and_gspo_are_told_in_this_order(tmp_path: Path) -> None:
     """The held-out likelihood before and after SFT, then the held-out reward before and after GSPO."""
     options = {"cogumi__compare_with": "base", "cogumi__gate": "better", "train__seed": 3, "cogumi__samples_every": 0}
