@@ -20,11 +20,25 @@ TEXT = [{"prompt": f"q{n}", "completion": "a"} for n in range(4)]
 
 
 def prepare(
-    tmp_path: Path, eos: str, stops: list[str] | None, rows: list[Any] = ROWS, format: str = "chat", **train: Any
+    tmp_path: Path,
+    eos: str,
+    stops: list[str] | None,
+    rows: list[Any] = ROWS,
+    format: str = "chat",
+    *,
+    end: str | None = None,
+    method: Any = "sft",
+    **train: Any,
 ) -> Any:
-    """stops: of generation_config.json; None: there is no such file, and config.json has the tokenizer's token."""
+    """stops: of generation_config.json; None: there is no such file, and config.json has the tokenizer's token.
+
+    end: what the chat template ends a turn with; None: Qwen3's template.
+    """
     tokenizer, home, source = chat_tokenizer("qwen3"), tmp_path / "base", tmp_path / "rows.jsonl"
     tokenizer.eos_token = eos
+    if end is not None:
+        turns = f"{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{end}\n{{% endfor %}}"
+        tokenizer.chat_template = turns + "{% if add_generation_prompt %}assistant: {% endif %}"
     tokenizer.save_pretrained(home)
     tiny_for(tokenizer).save_pretrained(home)
     file = home / "generation_config.json"
@@ -33,7 +47,7 @@ def prepare(
         file.write_text(json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(stops)}))
     source.write_text("\n".join(map(json.dumps, rows)))
     data = {"format": format, "eval_rows": 0}
-    run = load_config(run_config("sft", home, source, tmp_path / "run", data_section=data, train=train))
+    run = load_config(run_config(method, home, source, tmp_path / "run", data_section=data, train=train))
     return prepare_examples(run, load_run_tokenizer(run, read_base(str(home))), AutoConfig.from_pretrained(home))
 
 
@@ -54,6 +68,25 @@ def test_the_advice_is_followed(tmp_path: Path) -> None:
 def test_one_of_several_ends_is_enough(tmp_path: Path, stops: list[str] | None) -> None:
     eos = "<|im_end|>" if stops is None else "<|endoftext|>"
     assert len(prepare(tmp_path, eos, stops).train.dataset) == 4
+
+
+PAIRS = [{"prompt": [ask(f"q{n}")], "chosen": [say("a")], "rejected": [say("b")]} for n in range(4)]
+
+
+@pytest.mark.parametrize(("rows", "format", "method"), [(ROWS, "chat", "sft"), (PAIRS, "preference", "dpo")])
+def test_a_template_that_ends_no_answer_is_refused(tmp_path: Path, rows: list[Any], format: str, method: Any) -> None:
+    with pytest.raises(UsageError, match="ends an answer with no token") as refused:
+        prepare(tmp_path, "<|endoftext|>", None, rows, format, end="", method=method)
+    assert refused.value.key == "train.chat_template_path"
+    assert len(prepare(tmp_path, "<|im_end|>", None, rows, format, end="<|im_end|>", method=method).train.dataset) == 4
+
+
+def test_a_second_end_token_upon_the_first_stops_it(tmp_path: Path) -> None:
+    """Command-A ends with <|END_RESPONSE|><|END_OF_TURN_TOKEN|>, and stops at the second."""
+    ends = "</think><|im_end|>"
+    assert len(prepare(tmp_path, "<|im_end|>", None, end=ends).train.dataset) == 4
+    with pytest.raises(UsageError, match="ends an answer with </think>, and generation stops at"):
+        prepare(tmp_path, "<|im_end|>", None, end=ends.replace("<|im", "\n<|im"))
 
 
 def test_text_ends_with_the_tokenizers_end_token(tmp_path: Path) -> None:

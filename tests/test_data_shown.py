@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from cogumi.core.errors import UsageError
 from cogumi.data.chat import split_thought
 from tests.chat_tokenizers import TEMPLATES, ask, chat_tokenizer, chunk_of, say, texts_of, turn
 
@@ -26,6 +27,11 @@ def tokenizer_of(name: str) -> Any:
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
     if "deepseek" in name:
         tokenizer.add_special_tokens({"eos_token": "<｜end▁of▁sentence｜>"})
+    if name == "glm4moe":
+        tokenizer.add_tokens(
+            [AddedToken(text, special=True) for text in ("<|user|>", "<|assistant|>", "<|observation|>")]
+        )
+        tokenizer.eos_token = "<|endoftext|>"
     return tokenizer
 
 
@@ -157,6 +163,42 @@ def test_a_thought_before_a_call_is_learned_of_gpt_oss(learn: str) -> None:
         [ask("q"), say("", thinking="T1", tool_calls=[CALL]), result], tokenize=False, add_generation_prompt=True
     )
     assert text == before + final
+
+
+def test_every_turn_of_glm_ends_with_the_header_that_stops_it() -> None:
+    thought = "\n<think>T</think>\na<|user|>"
+    messages = [
+        ask("q"),
+        say("a", reasoning_content="T"),
+        ask("r"),
+        say("", tool_calls=[CALL]),
+        turn("tool", "R"),
+        say("b"),
+    ]
+    texts, learned, _ = made("glm4moe", {"messages": messages})
+    call = "\n<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>"
+    assert learned == [thought, f"\n<think></think>{call}", "\n<think></think>\nb<|user|>"]
+    shown = tokenizer_of("glm4moe").apply_chat_template(messages, tokenize=False)
+    assert texts[-1] == f"{shown}<|user|>"
+    assert made("glm4moe", {"messages": messages[:2]}, learn="completion")[1] == [thought]
+    row = {"prompt": [ask("q")], "chosen": [say("<think>T</think>a")], "rejected": [say("b")]}
+    ((_, *sides),) = made("glm4moe", row, "dpo", "preference")[0]
+    assert sides == [thought, "\n<think></think>\nb<|user|>"]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "content"])
+@pytest.mark.parametrize(("name", "own_key"), [("gemma4_v5", "reasoning"), ("lfm2_2_5", "thinking")])
+def test_a_thought_stands_where_the_template_reads_it(name: str, own_key: str, key: str) -> None:
+    answer = say("a", reasoning_content="T") if key != "content" else say("<think>\nT\n</think>\n\na")
+    truth = tokenizer_of(name).apply_chat_template([ask("q"), say("a", **{own_key: "T"})], tokenize=False)
+    assert made(name, {"messages": [ask("q"), answer]})[0] == [truth]
+    assert "T" in truth
+
+
+def test_rewards_of_thoughts_that_are_not_read_are_refused() -> None:
+    with pytest.raises(UsageError, match="marks thoughts in its own way") as refused:
+        made("gemma4_v5", {"messages": [ask("q")]}, "gspo", thinking=True)
+    assert refused.value.key == "cogumi.thinking"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,11 @@ ROLES = {
 CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
 REPR = re.compile(r"\s*(?:(?:array\()?\[\s*)?\{\s*'(?:role|content|from|value)'\s*:")
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS: Sequence[Literal["reasoning_content", "thinking", "reasoning"]] = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)
 LEARN_KEYS = ("weight", "train", "loss", "loss_mask", "loss_weight", "loss_scale", "train_detail")
 """Keys by which OpenAI, axolotl, ms-swift and others say whether a turn is learned: 0 or false, 1 or true. Parts drop it."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
@@ -509,7 +513,7 @@ class Thinking:
     flag: bool | None
     style: Literal["tags", "harmony", "none"]
     """tags: `<think>`; harmony: gpt-oss's channels; none: the template has no thoughts."""
-    key: Literal["reasoning_content", "thinking", "content", "none"]
+    key: Literal["reasoning_content", "thinking", "reasoning", "content", "none"]
     """The key of a message that the template reads a thought from; content: inside the content, between tags."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the template for the flag, also GRPOConfig's `chat_template_kwargs`."""
@@ -542,7 +546,7 @@ def adapt_thought(message: dict[str, Any], thinking: Thinking) -> dict[str, Any]
         return message
     thought, content = message.get("reasoning_content"), message["content"]
     if thought is None:
-        has_place = thinking.key in ("reasoning_content", "thinking")  # the template would split by other rules
+        has_place = thinking.key in REASONING_KEYS  # the template would split by other rules
         is_left = thinking.flag is None and not has_place
         if is_left or (CLOSE not in content and not content.lstrip().startswith(OPEN)):
             return message

@@ -304,7 +304,14 @@ class Rendering:
     @cached_property
     def template(self) -> ChatTemplate:
         """Read for the first row that holds messages: text needs none."""
-        return read_template(self.tokenizer, self.options.thinking, self.options.today)
+        template = read_template(self.tokenizer, self.options.thinking, self.options.today)
+        if self.options.method == "gspo" and template.thinking.flag and template.thinking.style == "none":
+            message = (
+                "true, and this chat template marks thoughts in its own way: rewards would score them as the answer"
+            )
+            fix = "drop the key, or take a model that thinks in <think> tags or in gpt-oss's channels"
+            raise UsageError(message, key="cogumi.thinking", fix=fix)
+        return template
 
     def refuse_thinking(self) -> None:
         """Raise UsageError for a flag that a row of text would ignore."""

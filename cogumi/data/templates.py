@@ -25,6 +25,7 @@ from cogumi.core.errors import UsageError
 from cogumi.data.chat import (
     CLOSE,
     OPEN,
+    REASONING_KEYS,
     Conversation,
     Message,
     Thinking,
@@ -77,11 +78,16 @@ class ChatTemplate:
     """The generation prompt opens a thought, and the template shows none of an answer (DeepSeek-R1's)."""
     marks_earlier_turns: bool = True
     """The marked template shows turns before the last as inference does, and ends them with the same token as the last."""
+    ends_in_marks: bool = False
+    """The marked template alone ends an answer: what stops it is the header of the next turn (GLM's)."""
 
     def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
         """Render messages; where the template hides thoughts, the last answer's stands behind the prompt that opens it."""
         if not self.hides_thoughts or messages[-1]["role"] != "assistant":
-            return self.render(messages, tools)[0]
+            text = self.render(messages, tools)[0]
+            is_open = self.ends_in_marks and messages[-1]["role"] == "assistant"
+            ended = self.render(messages, tools, self.marked)[0] if is_open else text
+            return ended if ended.startswith(text) else text
         before = self.prompt(messages[:-1], tools)
         thought, answer = split_thought(self.adapt(messages[-1:])[0]["content"])
         last = messages[-1] | {"content": answer, "reasoning_content": None}
@@ -126,6 +132,9 @@ class ChatTemplate:
         for index in reversed(learned):
             before, through = self.answered(messages[: index + 1], index, tools)
             if not through.startswith(before):
+                if index == learned[-1]:
+                    hint = " (see cogumi.thinking)" if self.prompt_opens_thought else ""
+                    raise BadRow(f"whose prompt the chat template rewrites once it is answered{hint}")
                 rest = "(train.completion_only_loss: true learns the last alone)"
                 raise BadRow(f"whose earlier turns the chat template rewrites {rest}")
             span = len(before), len(through)
@@ -162,8 +171,12 @@ class ChatTemplate:
             answer = split_thought(content)[1] if self.thinking.style == "tags" else content
             at = text.find(answer.strip(), at)
             thought = self.thought_of(message).strip() if len(answers) == 1 else ""
-            if at < 0 or thought not in text:
+            if at < 0:
                 raise BadRow("of whose answer the chat template loses words", answer)
+            if thought not in text:
+                raise BadRow(
+                    "of whose thought the chat template loses words (cogumi.thinking: false leaves it out)", thought
+                )
             at += len(answer.strip())
 
     def _probe(self, messages: Sequence[Message], tools: Any = None) -> str:
@@ -213,7 +226,7 @@ class ChatTemplate:
             role, text = adapted["role"].replace("developer", "system"), adapted["content"].strip()
             if role == "system" and not parts and text in ("", self.default_system):
                 continue
-            thought = adapted.get("reasoning_content") or adapted.get("thinking") or ""
+            thought = next((adapted[key] for key in REASONING_KEYS if adapted.get(key)), "")
             calls = [call["function"] for call in adapted.get("tool_calls", ())]
             parts.append([role, text, thought.strip(), calls, *(["context"] if "weight" in adapted else [])])
         if self.joins_system and [part[0] for part in parts[:2]] == ["system", "user"]:
@@ -295,11 +308,15 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
     with_tools = tokenizer.get_chat_template(tools=[{}])
     day = None if today is None else date.fromisoformat(today)
     bare = ChatTemplate(text, with_tools, _marked_template(tokenizer, text), resolved, variables, day)
+    for key in REASONING_KEYS[::-1] if resolved.style != "harmony" else ():
+        if ANSWER in bare._probe([QUESTION, {"role": "assistant", "content": "b", key: ANSWER}]):
+            bare = replace(bare, thinking=replace(resolved, key=key))
     try:
         prompt, question = bare.prompt([QUESTION]), bare.whole([QUESTION])
         marked, spans = bare.render(TURN, None, bare.marked, return_assistant_tokens_mask=bare.marked is not None)
     except BadRow as error:
-        raise UsageError(f"the chat template refuses a question and its answer: {error.excerpt}") from error
+        message = f"a question and its answer are a conversation {error.reason}: {error.excerpt}"
+        raise UsageError(message, key="train.chat_template_path", fix="name a template for text") from error
     differences = (index for index, (one, other) in enumerate(zip(prompt, question, strict=False)) if one != other)
     generation_prompt = prompt[next(differences, len(question)) :]
     opens = OPEN in generation_prompt and CLOSE not in generation_prompt.rpartition(OPEN)[2]
@@ -319,6 +336,7 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
         prompt_opens_thought=opens,
         hides_thoughts=opens and OPEN not in bare.whole(TURN).removeprefix(question),
         marks_earlier_turns=_marks_earlier_turns(bare, tokenizer),
+        ends_in_marks=(plain := bare.whole(TURN)) != marked and marked.startswith(plain),
     )
 
 
@@ -353,23 +371,23 @@ def _marks_earlier_turns(template: ChatTemplate, tokenizer: Any) -> bool:
     except BadRow:
         return True
     turns = [text[start:end] for start, end in spans]
-    return history == shown and len({_first_control(turn, tokenizer) for turn in turns if ANSWER in turn}) == 1
+    return history == shown and len({tuple(_controls(turn, tokenizer)[:1]) for turn in turns if ANSWER in turn}) == 1
 
 
-def end_of_turn(tokenizer: Any) -> str:
-    """Return the first control token that the chat template writes behind an answer; "" if there is none, or no rendering."""
+def ends_of_turn(tokenizer: Any) -> list[str] | None:
+    """Return the control tokens, one upon the other, that the chat template ends an answer with; None without a rendering."""
     try:
-        return _first_control(read_template(tokenizer).whole(TURN), tokenizer)
+        return _controls(read_template(tokenizer).whole(TURN), tokenizer)
     except (UsageError, BadRow):
-        return ""
+        return None
 
 
-def _first_control(text: str, tokenizer: Any) -> str:
-    """Return the first added token behind the answer of TURN."""
-    after = text.rpartition(ANSWER)[2]
+def _controls(text: str, tokenizer: Any) -> list[str]:
+    """Return the first added tokens behind the answer of TURN that follow one another."""
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-    places = [(after.index(token), -len(token), token) for token in tokens if token in after]
-    return min(places, default=(0, 0, ""))[2]
+    one = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    first = re.search(f"(?:{one})+", text.rpartition(ANSWER)[2]) if tokens else None
+    return re.findall(one, first[0]) if first else []
 
 
 def prints_date(tokenizer: Any) -> bool:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from cogumi.data.rows import RECORD_COLUMN, cells_of, decode_rows
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import describe_left_out, is_hub_id, locate
 from cogumi.data.sources import batches, column_names
-from cogumi.data.templates import end_of_turn, prints_date, read_template
+from cogumi.data.templates import ends_of_turn, prints_date, read_template
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, task_of
 from cogumi.rewards.task_packages import ANSWER_RULE, task_rows
@@ -140,7 +140,7 @@ def prepare_examples(
     parts = {"tokenizer": tokenizer_identity(tokenizer)}
     prepared = prepare([source for source, _ in sources], selection, parts, bad_rows=data.bad_rows)
     if base_config is not None:
-        refuse_other_end(run, tokenizer, base_config, prepared.train.dataset)
+        refuse_other_end(run, tokenizer, base_config, prepared.train)
     notes = [line for source, _ in sources for line in source.notes]
     notes += [note for _, options_of_source in sources if (note := layout_note(options_of_source, tokenizer))]
     if prepared.train.text_rows and tokenizer.chat_template:
@@ -253,16 +253,20 @@ def unused_parts(source: Source, names: Sequence[str]) -> list[str]:
 
 
 def refuse_other_end(
-    run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_config: PretrainedConfig, examples: Dataset
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_config: PretrainedConfig, data: Data
 ) -> None:
-    """Raise UsageError where the chat template ends these examples' answers with a token at which no generation stops."""
-    first = list(examples.select(range(min(8, len(examples)))))
-    if run.data.format == "fim" or not tokenizer.chat_template or isinstance(first[0].get("prompt"), str):
-        return
-    end, name = end_of_turn(tokenizer), str(base_config.name_or_path)
-    ids = chain.from_iterable(row.get("input_ids") or row.get("chosen_ids") or () for row in first)
-    if not end or ("prompt" not in first[0] and tokenizer.convert_tokens_to_ids(end) not in ids):
+    """Raise UsageError where the chat template ends answers with no token at which generation stops."""
+    formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
+    rendered = formats if "chat" in formats else formats - {"fim", "text"}
+    if not tokenizer.chat_template or not rendered or (data.text_rows and "chat" not in formats):
         return  # text, which is not rendered with the template
+    ends, name = ends_of_turn(tokenizer), str(base_config.name_or_path)
+    if ends is None or (not ends and run.cogumi.method == "gspo"):
+        return
+    if not ends:
+        message = "the chat template ends an answer with no token: the trained model would not stop"
+        fix = f"name a copy that writes {tokenizer.eos_token} behind each answer"
+        raise UsageError(message, key="train.chat_template_path", fix=fix)
     try:
         generation = GenerationConfig.from_pretrained(name, revision=run.model.revision or "main")
     except (OSError, ValueError):
@@ -270,10 +274,10 @@ def refuse_other_end(
     known = generation.eos_token_id
     stops = known if isinstance(known, list) else [] if known is None else [known]
     stopping = [tokenizer.eos_token, *map(str, tokenizer.convert_ids_to_tokens(stops))]
-    if end not in stopping:
+    if not set(ends).intersection(stopping):
         others = f"{', '.join(dict.fromkeys(stopping))} (of the tokenizer and generation_config.json)"
-        message = f"the chat template ends an answer with {end}, and generation stops at {others}"
-        fix = f"set train.eos_token: '{end}'"
+        message = f"the chat template ends an answer with {ends[0]}, and generation stops at {others}"
+        fix = f"set train.eos_token: '{ends[0]}'"
         raise UsageError(f"{message}: the trained model would not stop", key="train.eos_token", fix=fix)
 
 
