@@ -194,6 +194,45 @@ def test_sides_that_repeat_a_prompt_of_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "format", "sides"),
+    [
+        ("sft", "prompt_completion", ["completion"]),
+        ("dpo", "preference", [*PAIR]),
+        ("gspo", "prompt_completion", ["completion"]),
+    ],
+)
+def test_some_answers_that_begin_with_their_prompt_are_answers(
+    tmp_path: Path, method: Any, format: Any, sides: list[str]
+) -> None:
+    def texts(*rows: tuple[str, str]) -> tuple[list[str], str]:
+        """Return the text of each example, with the gold answer behind a prompt, and the notes."""
+        read = [{"prompt": prompt, **{side: text + f" {side}" for side in sides}} for prompt, text in rows]
+        found, decode = rows_of(tmp_path, read, format, method), chat_tokenizer("qwen3").decode
+        if method == "gspo":
+            return [row["prompt"] + row["answer"] for row in found.train.dataset], str(found.sources)
+        ids = [
+            row["input_ids"] if method == "sft" else row["prompt_ids"] + row["chosen_ids"]
+            for row in found.train.dataset
+        ]
+        return [decode(row).removesuffix("<|im_end|>") for row in ids], str(found.sources)
+
+    side, repeated = sides[0], [("He go home.", "He go home."), ("Hi", "Hi")]
+    shown, notes = texts(*repeated)
+    assert shown == [f"He go home. {side}", f"Hi {side}"]
+    assert "answers begin with their prompts, which are learned once" in notes
+    shown, notes = texts(*repeated, ("He go away.", "He goes away."))
+    assert shown == [f"He go home.He go home. {side}", f"HiHi {side}", f"He go away.He goes away. {side}"]
+    assert "learned once" not in notes
+
+
+def test_an_answer_that_is_its_prompt_is_learned(tmp_path: Path) -> None:
+    rows = [{"prompt": "She goes home daily.", "completion": "She goes home daily."}] * 2
+    assert [sum(row["completion_mask"]) > 2 for row in rows_of(tmp_path, rows, "prompt_completion").train.dataset] == [
+        True
+    ] * 2
+
+
+@pytest.mark.parametrize(
     ("prompt", "before"),
     [
         ([ask(" 2 + 3?\n")], [ask("2 + 3?")]),

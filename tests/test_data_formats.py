@@ -107,10 +107,11 @@ def test_options_are_json_and_every_one_shows() -> None:
     changes: dict[str, Any] = {
         "columns": {"messages": "x"}, "column": "x", "learn": "all", "max_length": 9, "overlong": "truncate", "thinking": False,
         "truncation_mode": "keep_end", "today": "2025-01-01", "fim": FimConfig(seed=3), "tools": [{"type": "function"}],
+        "repeats_prompt": True,
     }  # fmt: skip
     plain = options("sft", "chat")
     others = [options("gspo", "chat"), options("sft", "fim"), *(replace(plain, **{k: v}) for k, v in changes.items())]
-    assert len({json.dumps(each.as_json(), sort_keys=True) for each in (plain, *others)}) == 13
+    assert len({json.dumps(each.as_json(), sort_keys=True) for each in (plain, *others)}) == 14
     assert len(plain.as_json()) == len(others)
 
 

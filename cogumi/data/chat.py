@@ -362,11 +362,14 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
     return Conversation(messages, _read_tools(row.get("tools")), prompt_length)
 
 
-def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
-    """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
+def read_completion(row: dict[str, Any], repeats: bool = False) -> Conversation | tuple[str, str]:
+    """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages.
+
+    repeats: see `FormatOptions.repeats_prompt`, also of the functions below.
+    """
     prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        (completion,) = _without_prompt(prompt, completion)
+        completion = completion.removeprefix(prompt) if repeats else completion
         if not completion.strip():
             raise BadRow("with an empty answer")
         return _with_system(row, prompt), completion
@@ -381,15 +384,9 @@ def read_completion(row: dict[str, Any]) -> Conversation | tuple[str, str]:
     return Conversation(questions + answers, _read_tools(row.get("tools")), len(questions))
 
 
-def _without_prompt(prompt: Side, *sides: Any) -> Sequence[Any]:
-    """Return the answers of sides that all repeat the prompt, else the sides.
-
-    An answer of text may well begin with a greeting, but not with three words that are all of the prompt.
-    """
-    if isinstance(prompt, str):
-        is_repeated = all(side.startswith(prompt) for side in sides) and len(prompt.split()) > 2
-    else:
-        is_repeated = all(_stripped(side[: len(prompt)]) == _stripped(prompt) for side in sides)
+def _without_prompt(prompt: Sequence[Message], *sides: list[Message]) -> Sequence[list[Message]]:
+    """Return the answers of sides that all repeat the prompt, else the sides."""
+    is_repeated = all(_stripped(side[: len(prompt)]) == _stripped(prompt) for side in sides)
     return [side[len(prompt) :] for side in sides] if is_repeated else sides
 
 
@@ -413,7 +410,7 @@ def read_document(row: dict[str, Any]) -> str:
     return text
 
 
-def read_pair(row: dict[str, Any]) -> dict[str, Any]:
+def read_pair(row: dict[str, Any], repeats: bool = False) -> dict[str, Any]:
     """Return {"prompt", "chosen", "rejected", "tools"}, the first three all text or all messages. Raises BadRow."""
     chosen, rejected = _text_or_messages(row, "chosen"), _text_or_messages(row, "rejected")
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -431,8 +428,8 @@ def read_pair(row: dict[str, Any]) -> dict[str, Any]:
             prompt = None
         else:
             prompt = _as_messages(prompt, "user")
-    elif prompt:
-        chosen, rejected = _without_prompt(prompt, chosen, rejected)
+    elif repeats and isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+        chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
     if prompt is None:
         length = _implicit_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
@@ -482,12 +479,12 @@ def read_question(row: dict[str, Any]) -> Question:
     return Question(messages[:length], answer, _read_tools(row.get("tools")))
 
 
-def read_prompt(row: dict[str, Any]) -> Question:
+def read_prompt(row: dict[str, Any], repeats: bool = False) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
     completion = None if row.get("completion") is None else _text_or_messages(row, "completion")
     prompt = _text_or_messages(row, "prompt")
-    if isinstance(prompt, str) and isinstance(completion, str):
-        (completion,) = _without_prompt(prompt, completion)
+    if repeats and isinstance(prompt, str) and isinstance(completion, str):
+        completion = completion.removeprefix(prompt)
     answer = None if completion is None else split_thought(text_of(completion))[1]
     _refuse_empty_prompt(prompt)
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":  # begun, or the gold answer itself

@@ -37,6 +37,8 @@ class FormatOptions:
     """In tokens; gspo: of a prompt, where its completion is to have room as well."""
     overlong: Literal["drop", "truncate"] = "drop"
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    repeats_prompt: bool = False
+    """Answers of text begin with their whole prompt, which is learned once."""
     thinking: bool | None = None
     today: str | None = None
     """The date (2025-12-31) for templates that print it; None is the clock's."""

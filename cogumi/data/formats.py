@@ -200,13 +200,12 @@ def reader_for(options: FormatOptions, tokenizer: Any) -> Read | None:
     if format == "fim":
         return None
     if options.method == "gspo":
-        make: Any = read_question if format == "chat" else read_prompt
+        make: Any = read_question if format == "chat" else partial(read_prompt, repeats=options.repeats_prompt)
     else:
-        conversation = partial(read_conversation, learn=options.learn)
         readers = {
-            "chat": conversation,
-            "prompt_completion": read_completion,
-            "preference": read_pair,
+            "chat": partial(read_conversation, learn=options.learn),
+            "prompt_completion": partial(read_completion, repeats=options.repeats_prompt),
+            "preference": partial(read_pair, repeats=options.repeats_prompt),
             "text": read_document,
         }
         make = readers[format]
@@ -334,7 +333,9 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     """Make `input_ids` and `completion_mask` of conversations, or of prompts and completions."""
     dropped: dict[str, Dropped] = {}
     options, learn, tokenizer = using.options, using.options.learn, using.tokenizer
-    make = read_completion if "prompt" in rows.columns else partial(read_conversation, learn=learn)
+    make: Any = partial(read_conversation, learn=learn)
+    if "prompt" in rows.columns:
+        make = partial(read_completion, repeats=options.repeats_prompt)
     parsed, at = using.parse(rows, first_row, make, dropped)
     plain = are_text([isinstance(row, tuple) for row in parsed], at)
 
@@ -481,7 +482,7 @@ def text_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
 def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """Make `prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer (trl 1.15, dpo_trainer.py, tokenize_fn)."""
     dropped: dict[str, Dropped] = {}
-    pairs, at = using.parse(rows, first_row, read_pair, dropped)
+    pairs, at = using.parse(rows, first_row, partial(read_pair, repeats=using.options.repeats_prompt), dropped)
     plain = are_text([isinstance(pair["prompt"], str) for pair in pairs], at)
 
     def render(pair: dict[str, Any]) -> tuple[str, str, str]:
@@ -548,7 +549,8 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     dropped: dict[str, Dropped] = {}
     fields = rows.drop(RECORD_COLUMN, strict=False)
     chat = "prompt" not in fields.columns
-    parsed, at = using.parse(fields, first_row, read_question if chat else read_prompt, dropped)
+    make = read_question if chat else partial(read_prompt, repeats=options.repeats_prompt)
+    parsed, at = using.parse(fields, first_row, make, dropped)
     text = are_text([isinstance(question.prompt, str) for question in parsed], at)
     if parsed and not text and options.overlong == "truncate":
         message = "truncate cuts the beginning of text, and these prompts are messages"

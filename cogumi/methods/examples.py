@@ -9,6 +9,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 from datasets import Dataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -211,6 +212,10 @@ def sources_of(
             columns = columns_for(options, names)
         except UsageError as error:
             raise UsageError(f"{error}", place=name) from None
+        notes = [f"{name}: {ANSWER_RULE}"] if package == "reasoning_gym" else describe_left_out(source, files)
+        if repeats_prompt(files, columns):
+            options = replace(options, repeats_prompt=True)
+            notes.append(f"{name}: answers begin with their prompts, which are learned once")
         entry = Source(
             name=name,
             files=files,
@@ -221,13 +226,29 @@ def sources_of(
             weight=0.0 if is_eval else getattr(item, "weight", 1.0),
             keeps_records=run.cogumi.method == "gspo",
             read=reader_for(options, tokenizer),
-            notes=[f"{name}: {ANSWER_RULE}"] if package == "reasoning_gym" else describe_left_out(source, files),
+            notes=notes,
         )
         # The samples have columns for every method; rewards get all columns.
         if not package and not source.startswith("cogumi:") and run.cogumi.method != "gspo":
             entry = replace(entry, unused=unused_parts(entry, names))
         sources.append((entry, options))
     return sources
+
+
+def repeats_prompt(files: Sequence[Path], columns: Mapping[str, str]) -> bool:
+    """Tell whether all answers of text in the first rows begin with their whole prompt, where that has three words or more.
+
+    Where only some do, or nothing follows, they are answers: a sentence that is to be corrected may be right.
+    """
+    fields = {name: columns[name] for name in ("prompt", "completion", *SIDES) if name in columns}
+    if "prompt" not in fields or len(fields) == 1:
+        return False
+    rows = next(
+        batches(files, list(dict.fromkeys(fields.values()))), pl.DataFrame({name: [] for name in fields.values()})
+    )
+    texts = zip(*(rows[name].head(LOOKED_AT).to_list() for name in fields.values()), strict=True)
+    pairs = [row for row in texts if all(isinstance(text, str) for text in row) and len(row[0].split()) > 2]
+    return bool(pairs) and all(text.startswith(prompt) and text != prompt for prompt, *sides in pairs for text in sides)
 
 
 def unused_parts(source: Source, names: Sequence[str]) -> list[str]:
