@@ -1,7 +1,9 @@
 """Rewards by name, of the user's own, for tasks with a known answer, and for a middle."""
 
 import asyncio
+import copy
 import inspect
+import math
 import typing
 import warnings
 from collections.abc import Sequence
@@ -63,9 +65,59 @@ def test_neither_has_a_number_is_no_match() -> None:
     assert final_number(["words"], answer=["words"]) == [0.0]
 
 
-def test_a_row_without_an_answer_rewards_nothing() -> None:
-    for reward in (final_number, exact_answer, answer_similarity):
-        assert reward(["None"], answer=[None]) == [0.0]
+OF_ANSWERS = (final_number, exact_answer, answer_similarity)
+
+
+@pytest.mark.parametrize(("completion", "missing"), [("None", None), ("", ""), ("", " \n"), ("nan", math.nan)])
+def test_a_row_without_an_answer_rewards_nothing(completion: str, missing: Any) -> None:
+    for reward in OF_ANSWERS:
+        assert reward([completion], answer=[missing]) == [0.0]
+    assert math_answer([completion], answer=[missing]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "right"),
+    [
+        ("5", 5.0, 1),
+        ("5.0", 5.0, 1),
+        ("5", 5.5, 0),
+        ("-7", -7, 1),
+        ("true", True, 1),
+        ("True", True, 1),
+        ("true", False, 0),
+    ],
+)
+def test_an_answer_of_a_table_is_text(completion: str, answer: Any, right: int) -> None:
+    assert exact_answer([completion], answer=[answer]) == [right]
+    assert (answer_similarity([completion], answer=[answer]) == [1.0]) is bool(right)
+
+
+@pytest.mark.parametrize("reward", [*OF_ANSWERS, math_answer])
+def test_answers_that_are_lists_are_refused(reward: Any) -> None:
+    for answer in (["5", "6"], {"5": 6}):
+        with pytest.raises(UsageError, match=r"`answer` is (a list of 2|an object with 5), and rewards compare text"):
+            reward(["5"], answer=[answer])
+
+
+def test_a_reward_changes_its_own_lists_alone() -> None:
+    def untidy(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        completions[0][0]["content"] = "changed"
+        completions.reverse()
+        answer.clear()
+        return [0.0] * len(completions)
+
+    given = {"completions": [SAID, []], "answer": ["1", "2"], "environments": [object()]}
+    before = copy.deepcopy({**given, "environments": None}) | {"environments": [*given["environments"]]}
+    assert as_annotated(untidy)(**given) == [0.0, 0.0]
+    assert given == before
+
+
+def test_a_reward_that_cannot_be_given_all_columns_is_refused() -> None:
+    def bare(prompts: Any, completions: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    with pytest.raises(UsageError, match=r"bare is given every column, .* takes no \*\*kwargs; add"):
+        refuse_missing_columns([bare], ["prompt"])
 
 
 def test_chat_completions_count_by_their_last_message() -> None:
@@ -222,7 +274,7 @@ def test_a_reward_gets_text_as_it_is_annotated() -> None:
         assert as_annotated(reward)(prompts=["6 * 7 = "], completions=["42"]) == [1.0]
         assert try_reward(reward, TEXT, 4) is None
     assert asyncio.run(as_annotated(of_awaited_text)(prompts=[[]], completions=[SAID])) == [1.0]
-    assert as_annotated(text_unsaid) is text_unsaid
+    assert as_annotated(text_unsaid)(completions=[" 42\n"]) == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,25 @@ def last_number(text: str) -> Decimal | None:
         return None
 
 
+def spellings_of(gold: Any) -> list[str]:
+    """Return how a gold answer is written, mostly one text; [] if there is none, as in an empty cell of a CSV file.
+
+    JSON writes true, Python True; integers of a column with a gap are floats, 5.0. Raises UsageError for lists and objects.
+    """
+    if isinstance(gold, Mapping | list | tuple):
+        kind = f"an object with {', '.join(map(str, gold))}" if isinstance(gold, Mapping) else f"a list of {len(gold)}"
+        fix = "make a column `answer` of text or numbers"
+        raise UsageError(f"`answer` is {kind}, and rewards compare text", key="data.columns", fix=fix)
+    text = "" if gold is None or gold != gold else str(gold).strip()
+    if isinstance(gold, bool):
+        return [text, text.lower()]
+    return [text, str(int(gold))] if text and isinstance(gold, float) and gold.is_integer() else [text] * bool(text)
+
+
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     r"""Score 1.0 if the last number (of the last \boxed{}, if any) is the last number of `answer`, else 0.0."""
     pairs = zip(completions, answer, strict=True)
-    numbers = [(last_number(text_of(completion)), last_number(str(gold))) for completion, gold in pairs]
+    numbers = [(last_number(text_of(text)), last_number("".join(spellings_of(gold)[:1]))) for text, gold in pairs]
     return [float(number is not None and number == gold) for number, gold in numbers]
 
 
@@ -98,14 +113,13 @@ def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], 
 
     A row without an answer scores 0.
     """
-    pairs = ((text_of(text).strip(), gold) for text, gold in zip(completions, answer, strict=True))
-    return [0.0 if gold is None else levenshtein_similarity(text, str(gold).strip()) for text, gold in pairs]
+    pairs = ((text_of(text).strip(), spellings_of(gold)) for text, gold in zip(completions, answer, strict=True))
+    return [max((levenshtein_similarity(text, gold) for gold in golds), default=0.0) for text, golds in pairs]
 
 
 def exact_answer(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """Score 1.0 if the completion is the answer, without surrounding white space, else 0.0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(gold is not None and text_of(text).strip() == str(gold).strip()) for text, gold in pairs]
+    return [float(text_of(text).strip() in spellings_of(gold)) for text, gold in zip(completions, answer, strict=True)]
 
 
 def format_match(

@@ -9,7 +9,7 @@ import atexit
 import math
 import os
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -18,10 +18,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from cogumi.core.errors import UsageError, require_extra
+from cogumi.core.errors import require_extra
 from cogumi.core.worker import Worker
 from cogumi.data.chat import text_of
-from cogumi.rewards.functions import Completion
+from cogumi.rewards.functions import Completion, spellings_of
 
 # An answer with one of these marks its expression; another one is an expression as a whole.
 DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
@@ -49,12 +49,9 @@ def math_answer(
     scored: the comparison takes longer than `seconds`. Their shares are the metrics `math_answer/unreadable` and
     `math_answer/late`.
     """
-    if mapping := next((gold for gold in answer if isinstance(gold, Mapping)), None):
-        message = f"`answer` is an object with {', '.join(map(str, mapping))}, and math_answer compares text"
-        raise UsageError(message, key="data.columns", fix="make a column `answer` of text or numbers")
-    pairs = zip(completions, answer, strict=True)
+    pairs = zip(completions, map(spellings_of, answer), strict=True)
     compared = partial(call_apart, "math_verify", seconds, compare)
-    results = [UNREADABLE if gold is None else compared(str(gold), text_of(text)) for text, gold in pairs]
+    results = [compared(golds[0], text_of(text)) if golds else UNREADABLE for text, golds in pairs]
     if log_metric is not None:
         for why in (UNREADABLE, LATE):
             log_metric(f"math_answer/{why}", results.count(why) / max(len(results), 1))

@@ -11,6 +11,7 @@ the model's. A function annotated `completions: list[str]` gets the text of eith
 list[list[dict]]` messages of either, and one without such an annotation what TRL gives.
 """
 
+import copy
 import functools
 import inspect
 import math
@@ -251,6 +252,9 @@ def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) 
     """Raise UsageError if a reward needs a column that the data lacks: TRL would find out after the first rollout."""
     for reward in rewards:
         hints = _hints_of(reward)
+        if all(item.kind is not item.VAR_KEYWORD for item in inspect.signature(reward).parameters.values()):
+            message = f"{reward.__name__} is given every column, completion_ids and more, and takes no **kwargs"
+            raise UsageError(message, key=KEY, fix="add **kwargs to its parameters")
         for name in needed_columns(reward):
             if name not in columns:
                 message = f"{reward.__name__} takes `{name}`, and the prompts come with {', '.join(sorted(columns))}"
@@ -269,7 +273,10 @@ def messages_of(completion: Any, role: str) -> Any:
 
 
 def as_annotated(reward: Any) -> Any:
-    """Wrap a reward so that it gets prompts and completions in the shape of its annotations."""
+    """Wrap a reward so that it gets prompts and completions in the shape of its annotations, and lists of its own.
+
+    One that sorts or empties its lists would change what the trainer and the other rewards see.
+    """
     converters: dict[str, Callable[[Any], Any]] = {}
     for name, role in ROLES.items():
         annotation = str(getattr(reward, "__annotations__", {}).get(name))
@@ -277,12 +284,11 @@ def as_annotated(reward: Any) -> Any:
             converters[name] = text_of
         elif MESSAGES_ANNOTATION.fullmatch(annotation):
             converters[name] = functools.partial(messages_of, role=role)
-    if not converters:
-        return reward
 
     def convert(columns: Mapping[str, Any]) -> dict[str, Any]:
-        names = [name for name in converters if name in columns]
-        return {**columns, **{name: list(map(converters[name], columns[name])) for name in names}}
+        own = {name: copy.deepcopy(value) if name in ROLES else value for name, value in columns.items()}
+        own = {name: list(value) if isinstance(value, list) else value for name, value in own.items()}
+        return own | {name: list(map(converters[name], own[name])) for name in converters if name in own}
 
     return with_columns(reward, convert)
 
