@@ -283,6 +283,21 @@ def test_a_thought_beside_and_inside_the_content_is_one(tmp_path: Path, tagged: 
         assert "with two thoughts" in refusal(tmp_path, [{"messages": [CHAT[0], answer]}]).message
 
 
+@pytest.mark.parametrize(
+    "answer", [say("<think>\nT\n</think>\n\n"), say("T</think>\n"), say("", reasoning_content="T"), say(" \n")]
+)
+def test_a_thought_alone_is_no_answer(tmp_path: Path, answer: Row) -> None:
+    found = rows_of(tmp_path, [{"messages": [CHAT[0], answer]}, {"messages": [CHAT[0], say("The tag </think>")]}])
+    assert (list(found.train.dropped), len(found.train.dataset)) == (["with an empty answer"], 1)
+
+
+def test_sides_that_ask_differently_drop_a_pair(tmp_path: Path) -> None:
+    pair = {"chosen": [ask("q"), say("good")], "rejected": [ask("r"), say("bad")]}
+    for row in (pair, pair | {"prompt": "q"}, pair | {"rejected": [turn("system", "S"), ask("q"), say("bad")]}):
+        message = refusal(tmp_path, [row], "preference", "dpo").message
+        assert "whose chosen and rejected begin with different turns" in message
+
+
 def test_an_alpaca_row_with_an_input_alone(tmp_path: Path) -> None:
     found = rows_of(tmp_path, [{"instruction": "", "input": "2 + 3?", "output": "5."}])
     assert ids_of(found) == [rendered(CHAT)]
@@ -296,6 +311,9 @@ def test_rows_without_the_column_answer_keep_their_own(tmp_path: Path) -> None:
     )
     found = examples(tmp_path / "a.parquet", "prompt_completion", "gspo")
     assert sorted(found.train.dataset["answer"]) == ["c", "e"]
+    write_lines(tmp_path / "1.jsonl", [{"prompt": "a", "answer": 7}])
+    write_lines(tmp_path / "2.jsonl", [{"prompt": "b"}])
+    assert list(examples(f"{tmp_path}/[12].jsonl", "prompt_completion", "gspo").train.dataset["answer"]) == [7, None]
 
 
 @pytest.mark.parametrize(
@@ -345,6 +363,29 @@ def test_a_file_without_rows_is_named_as_that(tmp_path: Path, text: str) -> None
         examples(tmp_path / "rows.json")
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"data": [{"messages": CHAT}]},
+            "rows.json: one object, whose rows are below 'data'; write that list alone (jq .data",
+        ),
+        ({"version": "1", "train": [{"messages": CHAT}], "test": []}, "one object, whose rows are below 'train'"),
+        (
+            {"instruction": {"0": "a", "1": "b"}, "output": {"0": "x", "1": "y"}},
+            "of a table by columns (pandas writes rows",
+        ),
+        ({"messages": {"0": CHAT}}, "of a table by columns (pandas writes rows with to_json(FILE, orient='records'"),
+        ({"score": 1, "other": []}, "the data has score, other: data.columns says which column is which"),
+    ],
+)
+def test_one_object_that_holds_all_rows_is_named_as_that(tmp_path: Path, value: Row, message: str) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(value, indent=1))
+    with pytest.raises(UsageError) as caught:
+        examples(tmp_path / "rows.json")
+    assert message in str(caught.value)
+
+
 HEADER = "prompt,completion\n"
 
 
@@ -384,7 +425,8 @@ def test_files_of_other_kinds_and_encodings(tmp_path: Path) -> None:
     (tmp_path / "cut.csv").write_bytes((HEADER + "a,b\n").encode("utf-16")[:-1])
     with pytest.raises(UsageError, match=r"cut\.csv: not a CSV file, or a damaged one"):
         examples(tmp_path / "cut.csv", "prompt_completion")
-    (tmp_path / "note.txt").write_bytes("hello wörld".encode("utf-16"))
-    (row,) = examples(tmp_path / "note.txt", "text").train.dataset
     tokenizer = chat_tokenizer("qwen3")
-    assert row["input_ids"] == tokenizer("hello wörld" + tokenizer.eos_token)["input_ids"]
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"):
+        (tmp_path / "note.txt").write_bytes("hello wörld".encode(encoding))
+        (row,) = examples(tmp_path / "note.txt", "text").train.dataset
+        assert row["input_ids"] == tokenizer("hello wörld" + tokenizer.eos_token)["input_ids"]

@@ -139,6 +139,7 @@ def test_a_file_of_ones_own_is_evaluated_and_not_trained_on(tmp_path: Path) -> N
     fewer = examples_of(tmp_path, eval_source=str(tmp_path / "own.jsonl"), eval_rows=5)
     assert fewer.held_out is not None
     assert len(fewer.held_out.dataset) == 5
+    assert fewer.train.duplicates == 0  # rows of that file which are not used are no copies
 
 
 def test_what_cannot_be_evaluated_is_refused(tmp_path: Path) -> None:

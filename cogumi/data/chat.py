@@ -223,9 +223,11 @@ def _refuse_context_turns(messages: Sequence[Message], place: str) -> None:
 
 
 def _refuse_empty_answers(messages: Sequence[Message]) -> None:
-    """Raise BadRow for an assistant's turn without text and calls: it would teach the model to stop at once."""
+    """Raise BadRow for an assistant's turn without text and calls, its thought apart: it would teach to answer nothing."""
     for message in filter(is_learned, messages):
-        if not message["content"].strip() and "tool_calls" not in message:
+        before, close, after = message["content"].partition(CLOSE)
+        answer = after if close and closes_thought(before, after) else message["content"]
+        if not answer.strip() and "tool_calls" not in message:
             raise BadRow("with an empty answer")
 
 
@@ -434,6 +436,8 @@ def read_pair(row: dict[str, Any], repeats: bool = False) -> dict[str, Any]:
         length = _implicit_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
     if not prompt:
+        if isinstance(chosen, list) and chosen[0]["role"] != "assistant":
+            raise BadRow("whose chosen and rejected begin with different turns")
         column = "" if row.get("prompt") is not None else " (data.columns.prompt names its column)"
         raise BadRow(f"without a prompt{column}")
     prompt = _with_system(row, prompt)

@@ -34,7 +34,7 @@ V = TypeVar("V")
 EXCERPT = 80  # characters
 MESSAGE_KEYS = {"role", "content"}
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-OPTIONAL_FIELDS = ("system", "input", "history", "tools", *MEDIA)  # a file without such a column has nulls
+OPTIONAL_FIELDS = ("system", "input", "history", "tools", "answer", *MEDIA)  # a file without such a column has nulls
 NO_OBJECT = "(JSON that is no object)"
 """The only key of the record of a JSON value that is no object, and of each of its cells."""
 
@@ -152,11 +152,13 @@ def row_dicts(rows: pl.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def decode_cell(value: Any) -> Any:
-    """Return bytes as text and anything else unchanged. Raises BadRow for null, bytes that are not UTF-8 and no object."""
+    """Return bytes as text and anything else unchanged. Raises BadRow for null, bytes that are not UTF-8, and what is no row."""
     if value is None:
         raise BadRow("null")
     if isinstance(value, dict) and NO_OBJECT in value:
         raise BadRow("of JSON that is no object", json.dumps(value[NO_OBJECT]))
+    if isinstance(value, dict) and "0" in value:
+        raise BadRow("of a table by columns (pandas writes rows with to_json(FILE, orient='records', lines=True))")
     if isinstance(value, bytes):
         try:
             return value.decode()

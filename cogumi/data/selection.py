@@ -200,11 +200,11 @@ def choose_rows(
                 break
         if count and not all(shares):  # rows of nulls are dropped with their reason
             states[part][np.flatnonzero(examples[part] == NOTHING)[:count]] = HELD_OUT
-    duplicates = 0
+    duplicates, trained = 0, bounds[sum(map(bool, shares))]  # what only evaluates comes last
     for rows in iter_ascending(examples):
         for state, before, of_all in zip((LIKE_HELD_OUT, SAME_QUESTION), held_out, hashes, strict=True):
             states[rows[np.isin(of_all[rows], before) & (states[rows] == UNUSED)]] = state
-        rows = rows[(states[rows] == UNUSED) & (examples[rows] != NOTHING)]
+        rows = rows[(states[rows] == UNUSED) & (examples[rows] != NOTHING) & (rows < trained)]
         copies = rows[~is_first(examples[rows])]
         duplicates += len(copies)
         if selection.deduplicate:

@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import re
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -65,6 +65,15 @@ def column_names(files: Sequence[Path]) -> list[str]:
     if not names:
         raise UsageError("it has no rows", place=files[0], fix="check what wrote it, or give another file")
     return list(names)
+
+
+def rows_below(file: Path) -> str:
+    """Return the key below which a file of one JSON object has its rows, as {"data": [{...}]}; "" if there is none."""
+    records = next(_record_blocks(file), []) if kind_of(file) == JSON_LINES else []
+    lists = [
+        (key, value) for key, value in (records[0] if len(records) == 1 else {}).items() if isinstance(value, list)
+    ]
+    return next((key for key, value in lists if value and isinstance(value[0], dict)), "")
 
 
 def batches(
@@ -315,8 +324,8 @@ def _text_batches(file: Path, columns: Sequence[str], originals: bool) -> Iterat
     if len(content) > MOST_VALUE:
         message = f"a document of more than {MOST_VALUE:,} bytes"
         raise UsageError(message, place=file, fix="split it, or write JSON lines with a document in each")
-    if content.startswith((BOM_UTF16_BE, BOM_UTF16_LE)):
-        content = content.decode("utf-16").encode()
+    if (encoding := json.detect_encoding(content)).startswith("utf-16"):  # also without a mark
+        content = content.decode(encoding).encode()
     rows = pl.DataFrame({"text": [_text_or_bytes(content.removeprefix(BOM_UTF8))]})
     yield rows.select(columns), encode_table(rows.iter_rows(named=True)) if originals else None
 

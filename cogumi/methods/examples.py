@@ -28,7 +28,7 @@ from cogumi.data.literal import LiteralText
 from cogumi.data.rows import RECORD_COLUMN, cells_of, decode_rows
 from cogumi.data.selection import Selection
 from cogumi.data.source_files import describe_left_out, is_hub_id, locate
-from cogumi.data.sources import batches, column_names
+from cogumi.data.sources import batches, column_names, rows_below
 from cogumi.data.templates import ends_of_turn, prints_date, read_template
 from cogumi.environments.loading import own_rows, write_rows
 from cogumi.methods.gspo import prompt_ids, task_of
@@ -211,6 +211,9 @@ def sources_of(
         try:
             columns = columns_for(options, names)
         except UsageError as error:
+            if key := rows_below(files[0]):
+                message = f"one object, whose rows are below {key!r}"
+                raise UsageError(message, place=name, fix=f"write that list alone (jq .{key} FILE)") from None
             raise UsageError(f"{error}", place=name) from None
         notes = [f"{name}: {ANSWER_RULE}"] if package == "reasoning_gym" else describe_left_out(source, files)
         if repeats_prompt(files, columns):
