@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cogumi.core.errors import UsageError
 from cogumi.data.rows import MEDIA, BadRow, decode_cell, describe_value
@@ -37,11 +37,8 @@ ROLES = {
 CALL_ROLES = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant's turn that is the JSON of a call."""
 REPR = re.compile(r"\s*(?:(?:array\()?\[\s*)?\{\s*'(?:role|content|from|value)'\s*:")
-REASONING_KEYS: Sequence[Literal["reasoning_content", "thinking", "reasoning"]] = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)
+ReasoningKey = Literal["reasoning_content", "thinking", "reasoning"]
+REASONING_KEYS: tuple[ReasoningKey, ...] = get_args(ReasoningKey)
 LEARN_KEYS = ("weight", "train", "loss", "loss_mask", "loss_weight", "loss_scale", "train_detail")
 """Keys by which OpenAI, axolotl, ms-swift and others say whether a turn is learned: 0 or false, 1 or true. Parts drop it."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
@@ -365,10 +362,7 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
 
 
 def read_completion(row: dict[str, Any], repeats: bool = False) -> Conversation | tuple[str, str]:
-    """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages.
-
-    repeats: see `FormatOptions.repeats_prompt`, also of the functions below.
-    """
+    """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
     prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         completion = completion.removeprefix(prompt) if repeats else completion
@@ -514,7 +508,7 @@ class Thinking:
     flag: bool | None
     style: Literal["tags", "harmony", "none"]
     """tags: `<think>`; harmony: gpt-oss's channels; none: the template has no thoughts."""
-    key: Literal["reasoning_content", "thinking", "reasoning", "content", "none"]
+    key: ReasoningKey | Literal["content", "none"]
     """The key of a message that the template reads a thought from; content: inside the content, between tags."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the template for the flag, also GRPOConfig's `chat_template_kwargs`."""

@@ -199,22 +199,12 @@ def reader_for(options: FormatOptions, tokenizer: Any) -> Read | None:
     format, using = options.format, Rendering(options, tokenizer, LiteralText(tokenizer))
     if format == "fim":
         return None
-    if options.method == "gspo":
-        make: Any = read_question if format == "chat" else partial(read_prompt, repeats=options.repeats_prompt)
-    else:
-        readers = {
-            "chat": partial(read_conversation, learn=options.learn),
-            "prompt_completion": partial(read_completion, repeats=options.repeats_prompt),
-            "preference": partial(read_pair, repeats=options.repeats_prompt),
-            "text": read_document,
-        }
-        make = readers[format]
 
     def shown(side: Side) -> Any:
         return side if isinstance(side, str) else using.template.shown_parts(side)
 
     def read(row: dict[str, Any]) -> tuple[str, Any]:
-        parsed = make(row)
+        parsed = using.read(row)
         if isinstance(parsed, str):
             return question_of(parsed), parsed
         if isinstance(parsed, Conversation):
@@ -258,12 +248,23 @@ class Rendering:
         tokens = detect_fim_tokens(self.tokenizer)
         return tokens.texts() if tokens is not None else []
 
-    def parse(
-        self, rows: pl.DataFrame, first_row: int, make: Callable[[dict[str, Any]], Any], dropped: dict[str, Dropped]
-    ) -> tuple[list[Any], list[int]]:
-        """Apply `make` to each row as {column: value}, and `keep_as_text` to the results: (results, their rows)."""
+    @cached_property
+    def read(self) -> Callable[[dict[str, Any]], Any]:
+        """The function that reads a row as {field: value}."""
+        format, repeats = self.options.format, self.options.repeats_prompt
+        if self.options.method == "gspo":
+            return read_question if format == "chat" else partial(read_prompt, repeats=repeats)
+        readers: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "chat": partial(read_conversation, learn=self.options.learn),
+            "prompt_completion": partial(read_completion, repeats=repeats),
+            "preference": partial(read_pair, repeats=repeats),
+        }
+        return readers.get(format, read_document)
+
+    def parse(self, rows: pl.DataFrame, first_row: int, dropped: dict[str, Dropped]) -> tuple[list[Any], list[int]]:
+        """Apply `read` to each row, and `keep_as_text` to the results: (results, their rows)."""
         indices = range(first_row, first_row + rows.height)
-        parsed, at = try_each(row_dicts(rows), indices, make, dropped, lambda row: tuple(row.values()))
+        parsed, at = try_each(row_dicts(rows), indices, self.read, dropped, lambda row: tuple(row.values()))
         texts = pl.Series(["\0".join(iter_strings(value)) for value in parsed], dtype=pl.String)
         has_special = texts.str.contains_any(self.special)
 
@@ -305,9 +306,7 @@ class Rendering:
         """Read for the first row that holds messages: text needs none."""
         template = read_template(self.tokenizer, self.options.thinking, self.options.today)
         if self.options.method == "gspo" and template.thinking.flag and template.thinking.style == "none":
-            message = (
-                "true, and this chat template marks thoughts in its own way: rewards would score them as the answer"
-            )
+            message = "true, and this template marks thoughts in its own way: rewards would score them as answers"
             fix = "drop the key, or take a model that thinks in <think> tags or in gpt-oss's channels"
             raise UsageError(message, key="cogumi.thinking", fix=fix)
         return template
@@ -333,10 +332,7 @@ def supervised_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Ch
     """Make `input_ids` and `completion_mask` of conversations, or of prompts and completions."""
     dropped: dict[str, Dropped] = {}
     options, learn, tokenizer = using.options, using.options.learn, using.tokenizer
-    make: Any = partial(read_conversation, learn=learn)
-    if "prompt" in rows.columns:
-        make = partial(read_completion, repeats=options.repeats_prompt)
-    parsed, at = using.parse(rows, first_row, make, dropped)
+    parsed, at = using.parse(rows, first_row, dropped)
     plain = are_text([isinstance(row, tuple) for row in parsed], at)
 
     def render(row: Conversation | tuple[str, str]) -> list[tuple[str, Spans]]:
@@ -463,7 +459,7 @@ def text_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     A piece that continues a document begins with the last token of the one before, as context: each token is predicted once.
     """
     dropped: dict[str, Dropped] = {}
-    documents, _ = using.parse(rows, first_row, read_document, dropped)
+    documents, _ = using.parse(rows, first_row, dropped)
     table: dict[str, list[Any]] = {"input_ids": [], "completion_mask": []}
     for ids in using.literal.encode([text + using.tokenizer.eos_token for text in documents], special_tokens=True):
         limit = max(2, using.options.max_length or len(ids))
@@ -482,7 +478,7 @@ def text_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
 def preference_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk:
     """Make `prompt_ids`, `chosen_ids`, `rejected_ids`, as TRL's DPOTrainer (trl 1.15, dpo_trainer.py, tokenize_fn)."""
     dropped: dict[str, Dropped] = {}
-    pairs, at = using.parse(rows, first_row, partial(read_pair, repeats=using.options.repeats_prompt), dropped)
+    pairs, at = using.parse(rows, first_row, dropped)
     plain = are_text([isinstance(pair["prompt"], str) for pair in pairs], at)
 
     def render(pair: dict[str, Any]) -> tuple[str, str, str]:
@@ -549,8 +545,7 @@ def prompts_chunk(rows: pl.DataFrame, first_row: int, using: Rendering) -> Chunk
     dropped: dict[str, Dropped] = {}
     fields = rows.drop(RECORD_COLUMN, strict=False)
     chat = "prompt" not in fields.columns
-    make = read_question if chat else partial(read_prompt, repeats=options.repeats_prompt)
-    parsed, at = using.parse(fields, first_row, make, dropped)
+    parsed, at = using.parse(fields, first_row, dropped)
     text = are_text([isinstance(question.prompt, str) for question in parsed], at)
     if parsed and not text and options.overlong == "truncate":
         message = "truncate cuts the beginning of text, and these prompts are messages"

@@ -84,10 +84,8 @@ class ChatTemplate:
     def whole(self, messages: Sequence[Message], tools: Any = None) -> str:
         """Render messages; where the template hides thoughts, the last answer's stands behind the prompt that opens it."""
         if not self.hides_thoughts or messages[-1]["role"] != "assistant":
-            text = self.render(messages, tools)[0]
             is_open = self.ends_in_marks and messages[-1]["role"] == "assistant"
-            ended = self.render(messages, tools, self.marked)[0] if is_open else text
-            return ended if ended.startswith(text) else text
+            return self.render(messages, tools, self.marked if is_open else None)[0]
         before = self.prompt(messages[:-1], tools)
         thought, answer = split_thought(self.adapt(messages[-1:])[0]["content"])
         last = messages[-1] | {"content": answer, "reasoning_content": None}
@@ -175,7 +173,7 @@ class ChatTemplate:
                 raise BadRow("of whose answer the chat template loses words", answer)
             if thought not in text:
                 raise BadRow(
-                    "of whose thought the chat template loses words (cogumi.thinking: false leaves it out)", thought
+                    "of whose thought the template loses words (cogumi.thinking: false leaves it out)", thought
                 )
             at += len(answer.strip())
 
@@ -374,12 +372,9 @@ def _marks_earlier_turns(template: ChatTemplate, tokenizer: Any) -> bool:
     return history == shown and len({tuple(_controls(turn, tokenizer)[:1]) for turn in turns if ANSWER in turn}) == 1
 
 
-def ends_of_turn(tokenizer: Any) -> list[str] | None:
-    """Return the control tokens, one upon the other, that the chat template ends an answer with; None without a rendering."""
-    try:
-        return _controls(read_template(tokenizer).whole(TURN), tokenizer)
-    except (UsageError, BadRow):
-        return None
+def ends_of_turn(tokenizer: Any) -> list[str]:
+    """Return the control tokens, one upon the other, that the chat template ends an answer with."""
+    return _controls(read_template(tokenizer).whole(TURN), tokenizer)
 
 
 def _controls(text: str, tokenizer: Any) -> list[str]:

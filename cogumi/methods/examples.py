@@ -9,7 +9,6 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 import torch
 from datasets import Dataset
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -244,13 +243,10 @@ def repeats_prompt(files: Sequence[Path], columns: Mapping[str, str]) -> bool:
     Where only some do, or nothing follows, they are answers: a sentence that is to be corrected may be right.
     """
     fields = {name: columns[name] for name in ("prompt", "completion", *SIDES) if name in columns}
-    if "prompt" not in fields or len(fields) == 1:
-        return False
-    rows = next(
-        batches(files, list(dict.fromkeys(fields.values()))), pl.DataFrame({name: [] for name in fields.values()})
-    )
-    texts = zip(*(rows[name].head(LOOKED_AT).to_list() for name in fields.values()), strict=True)
-    pairs = [row for row in texts if all(isinstance(text, str) for text in row) and len(row[0].split()) > 2]
+    names, pairs = list(dict.fromkeys(fields.values())), []
+    for rows in islice(batches(files, names), int("prompt" in fields and len(fields) > 1)):
+        texts = zip(*(rows[name].head(LOOKED_AT).to_list() for name in fields.values()), strict=True)
+        pairs = [row for row in texts if all(isinstance(text, str) for text in row) and len(row[0].split()) > 2]
     return bool(pairs) and all(text.startswith(prompt) and text != prompt for prompt, *sides in pairs for text in sides)
 
 
@@ -280,14 +276,11 @@ def refuse_other_end(
     run: RunConfig, tokenizer: PreTrainedTokenizerBase, base_config: PretrainedConfig, data: Data
 ) -> None:
     """Raise UsageError where the chat template ends answers with no token at which generation stops."""
-    formats = {entry.format or run.data.format for entry in run.data.mix} or {run.data.format}
-    rendered = formats if "chat" in formats else formats - {"fim", "text"}
-    if not tokenizer.chat_template or not rendered or (data.text_rows and "chat" not in formats):
+    formats = ({entry.format or run.data.format for entry in run.data.mix} or {run.data.format}) - {"fim", "text"}
+    if not tokenizer.chat_template or not formats or (data.text_rows and "chat" not in formats):
         return  # text, which is not rendered with the template
     ends, name = ends_of_turn(tokenizer), str(base_config.name_or_path)
-    if ends is None or (not ends and run.cogumi.method == "gspo"):
-        return
-    if not ends:
+    if not ends and run.cogumi.method != "gspo":
         message = "the chat template ends an answer with no token: the trained model would not stop"
         fix = f"name a copy that writes {tokenizer.eos_token} behind each answer"
         raise UsageError(message, key="train.chat_template_path", fix=fix)
@@ -298,7 +291,7 @@ def refuse_other_end(
     known = generation.eos_token_id
     stops = known if isinstance(known, list) else [] if known is None else [known]
     stopping = [tokenizer.eos_token, *map(str, tokenizer.convert_ids_to_tokens(stops))]
-    if not set(ends).intersection(stopping):
+    if ends and not set(ends).intersection(stopping):
         others = f"{', '.join(dict.fromkeys(stopping))} (of the tokenizer and generation_config.json)"
         message = f"the chat template ends an answer with {ends[0]}, and generation stops at {others}"
         fix = f"set train.eos_token: '{ends[0]}'"

@@ -87,18 +87,14 @@ def last_number(text: str) -> Decimal | None:
 
 
 def spellings_of(gold: Any) -> list[str]:
-    """Return how a gold answer is written, mostly one text; [] if there is none, as in an empty cell of a CSV file.
-
-    JSON writes true, Python True; integers of a column with a gap are floats, 5.0. Raises UsageError for lists and objects.
-    """
+    """Return how a gold answer may be written (5.0 as 5, of a column with a gap; True as true), [] if there is none."""
     if isinstance(gold, Mapping | list | tuple):
         kind = f"an object with {', '.join(map(str, gold))}" if isinstance(gold, Mapping) else f"a list of {len(gold)}"
-        fix = "make a column `answer` of text or numbers"
-        raise UsageError(f"`answer` is {kind}, and rewards compare text", key="data.columns", fix=fix)
+        message, fix = f"`answer` is {kind}, and rewards compare text", "make a column `answer` of text or numbers"
+        raise UsageError(message, key="data.columns", fix=fix)
     text = "" if gold is None or gold != gold else str(gold).strip()
-    if isinstance(gold, bool):
-        return [text, text.lower()]
-    return [text, str(int(gold))] if text and isinstance(gold, float) and gold.is_integer() else [text] * bool(text)
+    other = str(int(gold)) if isinstance(gold, float) and gold.is_integer() else text.lower()
+    return [text, *([other] if isinstance(gold, bool | float) else [])] if text else []
 
 
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:

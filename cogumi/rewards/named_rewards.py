@@ -273,10 +273,7 @@ def messages_of(completion: Any, role: str) -> Any:
 
 
 def as_annotated(reward: Any) -> Any:
-    """Wrap a reward so that it gets prompts and completions in the shape of its annotations, and lists of its own.
-
-    One that sorts or empties its lists would change what the trainer and the other rewards see.
-    """
+    """Wrap a reward so that it gets prompts and completions as it is annotated, in lists that it may change."""
     converters: dict[str, Callable[[Any], Any]] = {}
     for name, role in ROLES.items():
         annotation = str(getattr(reward, "__annotations__", {}).get(name))
