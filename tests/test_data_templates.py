@@ -184,9 +184,15 @@ def test_a_template_that_rewrites_earlier_turns_drops_the_rows_it_rewrites() -> 
     )
     chunk = chunk_of([{"messages": [ask(text), say("an answer")]} for text in ("abc", "a question")], tokenizer)
     ((reason, dropped),) = dropped_rows(chunk).items()
-    assert "rewrites" in reason
-    assert "completion_only_loss" in reason
+    assert reason == "whose prompt the chat template rewrites once it is answered"
     assert (dropped, len(chunk.table)) == ((1, 1), 1)
+    row = {"messages": [ask("a question"), say("an answer"), ask("abc"), say("b")]}
+    (reason,) = dropped_rows(chunk_of([row], tokenizer))
+    assert (
+        reason
+        == "whose earlier turns the chat template rewrites (train.completion_only_loss: true learns the last alone)"
+    )
+    assert len(chunk_of([row], tokenizer, learn="completion").table) == 1
 
 
 def test_a_token_across_the_border_of_a_turn_is_learned() -> None:

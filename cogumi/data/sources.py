@@ -70,10 +70,10 @@ def column_names(files: Sequence[Path]) -> list[str]:
 def rows_below(file: Path) -> str:
     """Return the key below which a file of one JSON object has its rows, as {"data": [{...}]}; "" if there is none."""
     records = next(_record_blocks(file), []) if kind_of(file) == JSON_LINES else []
-    lists = [
-        (key, value) for key, value in (records[0] if len(records) == 1 else {}).items() if isinstance(value, list)
-    ]
-    return next((key for key, value in lists if value and isinstance(value[0], dict)), "")
+    for key, value in (records[0] if len(records) == 1 else {}).items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and not {"role", "from"} & value[0].keys():
+            return key
+    return ""
 
 
 def batches(
