@@ -195,6 +195,21 @@ def test_a_template_that_rewrites_earlier_turns_drops_the_rows_it_rewrites() -> 
     assert len(chunk_of([row], tokenizer, learn="completion").table) == 1
 
 
+def test_a_later_instruction_is_not_shown_before_earlier_turns() -> None:
+    tokenizer = chat_tokenizer("qwen2_5")
+    turns = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'system' %}{{ m.content }}<|im_end|>{% endfor %}"
+        f"{{% for m in messages if m.role != 'system' %}}{turns}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [ask("q"), say("a"), turn("system", "Later."), ask("r"), say("b")]
+    shown, learned = texts_of(chunk_of([{"messages": messages}], tokenizer), tokenizer)
+    assert shown == [tokenizer.apply_chat_template(messages[:end], tokenize=False) for end in (2, 5)]
+    assert learned == [["a<|im_end|>"], ["b<|im_end|>"]]
+
+
 def test_a_token_across_the_border_of_a_turn_is_learned() -> None:
     """Space and word are one token; the space is the header's."""
     tokenizer = chat_tokenizer("qwen2_5")

@@ -2,8 +2,8 @@
 
 `{% generation %}` marks, the template's own or those of TRL's training version, say where the assistant's turns are: the
 marked text without the generation prompt is learned. Without marks (Llama 3.1's), and where the marked text is not what
-inference shows, turns are rendered as at inference: up to the turn with the generation prompt, and to its end. A turn that
-later ones show differently becomes an example of its own.
+inference shows (a later system message may move to the front), turns are rendered as at inference: up to the turn with the
+generation prompt, and to its end. A turn that later ones show differently becomes an example of its own.
 
 A developer's message is a system message where the template shows none of that role, and leading system messages are joined
 where it does not show several. Any other message of which the rendering loses words drops the row.
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -105,7 +105,8 @@ class ChatTemplate:
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [index for index in answers if index >= first and is_learned(messages[index])]
         thoughts = any(self.thought_of(messages[index]) for index in learned)
-        if self.marked is None or thoughts or self.hides_thoughts:
+        late_roles = {message["role"] for message in dropwhile(lambda one: one["role"] in SYSTEM_ROLES, messages)}
+        if self.marked is None or thoughts or self.hides_thoughts or not late_roles.isdisjoint(SYSTEM_ROLES):
             return self._turns_as_at_inference(messages, tools, learned)
         if len(answers) > 1 and not self.marks_earlier_turns:
             with suppress(BadRow):  # two answers in a row, the first of which Qwen3 shows in two ways: as marked
@@ -313,8 +314,7 @@ def read_template(tokenizer: Any, thinking: bool | None = None, today: str | Non
         prompt, question = bare.prompt([QUESTION]), bare.whole([QUESTION])
         marked, spans = bare.render(TURN, None, bare.marked, return_assistant_tokens_mask=bare.marked is not None)
     except BadRow as error:
-        message = f"a question and its answer are a conversation {error.reason}: {error.excerpt}"
-        raise UsageError(message, key="train.chat_template_path", fix="name a template for text") from error
+        raise UsageError(f"a question and its answer are a conversation {error.reason}: {error.excerpt}") from error
     differences = (index for index, (one, other) in enumerate(zip(prompt, question, strict=False)) if one != other)
     generation_prompt = prompt[next(differences, len(question)) :]
     opens = OPEN in generation_prompt and CLOSE not in generation_prompt.rpartition(OPEN)[2]
