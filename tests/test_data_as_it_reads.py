@@ -375,7 +375,10 @@ def test_a_file_without_rows_is_named_as_that(tmp_path: Path, text: str) -> None
             {"instruction": {"0": "a", "1": "b"}, "output": {"0": "x", "1": "y"}},
             "of a table by columns (pandas writes rows",
         ),
-        ({"messages": {"0": CHAT}}, "of a table by columns (pandas writes rows with to_json(FILE, orient='records'"),
+        (
+            {"messages": {"0": CHAT, "1": CHAT}},
+            "of a table by columns (pandas writes rows with to_json(FILE, orient='records'",
+        ),
         ({"score": 1, "other": []}, "the data has score, other: data.columns says which column is which"),
     ],
 )

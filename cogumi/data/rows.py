@@ -157,7 +157,7 @@ def decode_cell(value: Any) -> Any:
         raise BadRow("null")
     if isinstance(value, dict) and NO_OBJECT in value:
         raise BadRow("of JSON that is no object", json.dumps(value[NO_OBJECT]))
-    if isinstance(value, dict) and "0" in value:
+    if isinstance(value, dict) and {"0", "1"} <= value.keys():
         raise BadRow("of a table by columns (pandas writes rows with to_json(FILE, orient='records', lines=True))")
     if isinstance(value, bytes):
         try:
