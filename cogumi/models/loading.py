@@ -86,10 +86,7 @@ def load_tokenizer(model: RunBase | str) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    base: RunBase | str,
-    dtype: str = "auto",
-    quantization: dict[str, Any] | None = None,
-    attention: str | None = None,
+    base: RunBase | str, dtype: str = "auto", quantization: dict[str, Any] | None = None, attention: str | None = None
 ) -> PreTrainedModel:
     """Load the base model, on the GPU if there is one. `dtype`, `quantization` and `attention` are those of `model:`.
 

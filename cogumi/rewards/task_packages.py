@@ -110,9 +110,8 @@ def make_rows(package: str, name: str, options: str) -> list[dict[str, Any]]:
     for entry in map(loaded.__getitem__, range(len(loaded))) if package == "reasoning_gym" else loaded.get_dataset():
         prompt = entry.get("prompt") or [{"role": "user", "content": entry["question"]}]
         row = {"prompt": without_nulls(prompt), "completion": entry.get("answer"), "package": package, "task": name}
-        with np.printoptions(
-            legacy="1.25"
-        ):  # NumPy's numbers and texts as Python's. JSON would turn tuples into lists.
+        # NumPy's numbers and texts as Python's. JSON would turn tuples into lists.
+        with np.printoptions(legacy="1.25"):
             rows.append({**row, "options": options, "entry": repr(entry)})
     return rows
 

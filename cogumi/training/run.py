@@ -37,13 +37,7 @@ from cogumi.merge.arithmetic import restore_matmul_precision
 from cogumi.merge.preflight import Original, check_loadable, prove_original, refuse_missing_weights
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.adapter_source import record_adapter
-from cogumi.methods.examples import (
-    Examples,
-    describe_empty_thoughts,
-    describe_overlong,
-    first_tokens,
-    prepare_examples,
-)
+from cogumi.methods.examples import Examples, describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
 from cogumi.methods.preparation import (
     check_base,
     check_merge,
