@@ -44,27 +44,6 @@ from cogumi.rl import memory_plan, sampling
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.generation import share_prefill_and_drop_finished
 from cogumi.rl.guards import check_clip_numbers, rollout_context
-from cogumi.rl.memory_plan import (
-    ModelShape,
-    check_groups,
-    count_documents,
-    engine_bytes,
-    free_memory_bytes,
-    nearest_multiples,
-    plan_batch,
-    refuse_small_group,
-    refuse_uneven,
-    repeat_to_rollout,
-    total_memory_bytes,
-)
-from cogumi.rl.sampling import (
-    check_sampler,
-    end_at_end_tokens,
-    leave_out_unscored,
-    stop_rollouts_at,
-    strip_stops,
-    use_rollout_logps,
-)
 from cogumi.rl.watch import RECORD, watch
 from cogumi.sandbox import Sandbox, default_sandbox
 
@@ -317,25 +296,19 @@ def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: PreTrainedToke
     A reward that takes the thought is given it, and one that takes token ids alone is given all of them.
     """
     stops, flag = run.cogumi.stop, run.cogumi.thinking
-    if stops:
-        rewards = [strip_stops(reward, stops) for reward in rewards]
+    rewards = [sampling.strip_stops(reward, stops) if stops else reward for reward in rewards]
     if flag is None and not any(map(reads_thoughts, rewards)):
         return rewards
     style, prompt_opens_thought = "tags", False  # of text, which no template renders
     if flag is not None or tokenizer.chat_template is not None:
         template = read_template(tokenizer, flag)
         style, prompt_opens_thought = template.thinking.style, template.prompt_opens_thought
-    return [graded(reward, flag, tokenizer, style, prompt_opens_thought) for reward in rewards]
-
-
-def graded(
-    reward: Any, flag: bool | None, tokenizer: PreTrainedTokenizerBase, style: str, prompt_opens_thought: bool
-) -> Any:
-    if reads_thoughts(reward):
-        return with_thoughts(reward, tokenizer, style, prompt_opens_thought)
-    if flag is None or not scores_visible(reward):
-        return reward
-    return on_visible(reward, tokenizer, style, prompt_opens_thought)
+    for index, reward in enumerate(rewards):
+        if reads_thoughts(reward):
+            rewards[index] = with_thoughts(reward, tokenizer, style, prompt_opens_thought)
+        elif flag is not None and scores_visible(reward):
+            rewards[index] = on_visible(reward, tokenizer, style, prompt_opens_thought)
+    return rewards
 
 
 def scores_visible(reward: Any) -> bool:

@@ -215,11 +215,6 @@ class SampledLogps(LogitsProcessor):
             self.steps.append(self.waiting.gather(1, sequences[:, -1:]).squeeze(1))
             self.waiting = None
 
-    def per_completion(self, completions: list[list[int]]) -> list[list[float]]:
-        """Return log-probabilities of each completion's tokens, in nats, without those drawn after its end."""
-        rows = torch.stack(self.steps, dim=1).tolist()
-        return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
-
 
 def record_sampled_logps(trainer: Any) -> None:
     """Have each turn return the sampler's log-probabilities where TRL returns None."""
@@ -230,7 +225,8 @@ def record_sampled_logps(trainer: Any) -> None:
         sampled = SampledLogps(1.0 if temperature is None else float(temperature))
         with record_logps(trainer.accelerator.unwrap_model(trainer.model_wrapped), sampled):
             completions, _ = generate_turn(*args, **kwargs)
-        return completions, sampled.per_completion(completions)
+        rows = torch.stack(sampled.steps, dim=1).tolist()  # with those drawn after a completion's end
+        return completions, [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
 
     internals.wrap_method(trainer, internals.GENERATE_TURN, turn_with_logps)
 
@@ -447,9 +443,12 @@ class SamplerCheck:
             return {}
         now, self.sampled = Scores(self.sampled, score_by_trainer(self.trainer.model, self.texts)), None
         if self.last is None:
-            base = score_by_base(self.trainer.model, self.texts)
-            # An engine that was never given the adapter is at the base, and so is an adapter of zeros.
-            self.since = [now if base is None else Scores(base, base)]
+            self.since = [now]
+            if isinstance(self.trainer.model, PeftModel):
+                # An engine that was never given the adapter is at the base, and so is an adapter of zeros.
+                with self.trainer.model.disable_adapter():
+                    base = score_by_trainer(self.trainer.model, self.texts)
+                self.since = [Scores(base, base)]
         changes = [(now.trainer - scores.trainer, now.sampler - scores.sampler) for scores in self.since]
         lags = [
             max(0.0, mean_absolute(sampler - trainer) - ALLOWED_LAG * self.noise) / mean_absolute(trainer)
@@ -511,11 +510,3 @@ def score_by_trainer(model: Any, texts: list[list[int]]) -> Tensor:
         logps = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         scores.append(logps.gather(1, ids[0, 1:, None])[:, 0].double().cpu())
     return torch.cat(scores)
-
-
-def score_by_base(model: Any, texts: list[list[int]]) -> Tensor | None:
-    """Return the same without the adapter; None for a model that has none."""
-    if not isinstance(model, PeftModel):
-        return None
-    with model.disable_adapter():
-        return score_by_trainer(model, texts)
