@@ -237,18 +237,8 @@ def merge(
             with show_waiting("loading the libraries"):
                 from cogumi.merge import merge_adapter
 
-            report = merge_adapter(
-                adapters,
-                out,
-                base,
-                revision,
-                base_mode,
-                dtype,
-                verify,
-                expert_layout=expert_layout,
-                witness=witness,
-                workers=workers,
-            )
+            report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify,
+                                   expert_layout=expert_layout, witness=witness, workers=workers)  # fmt: skip
         print_json(asdict(report)) if as_json else print_text(report)
 
 

@@ -330,17 +330,10 @@ class Branchless4bit(torch.autograd.Function):
         ctx.packed, ctx.state = packed, state
         ctx.bias_dtype = None if bias is None else bias.dtype
         doubly = state.nested
+        scales = state.state2.absmax if doubly else state.absmax
+        nested = (state.absmax, state.state2.code, state.offset) if doubly else (None, None, None)
         result: torch.Tensor = torch.ops.cogumi.gemm_4bit(
-            x,
-            packed,
-            state.shape,
-            state.state2.absmax if doubly else state.absmax,
-            state.blocksize,
-            state.quant_type,
-            bias,
-            state.absmax if doubly else None,
-            state.state2.code if doubly else None,
-            state.offset if doubly else None,
+            x, packed, state.shape, scales, state.blocksize, state.quant_type, bias, *nested
         )
         return result
 

@@ -46,11 +46,9 @@ def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
     trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *tokens.values()]))
     strings = [stop for stop in stops if stop not in tokens]
     if strings and trainer.args.mask_truncated_completions:
-        raise UsageError(
-            f"TRL would mask completions that end at {strings[0]!r} too",
-            key="train.mask_truncated_completions",
-            fix="drop one of the two, or stop at tokens of the vocabulary only",
-        )
+        message = f"TRL would mask completions that end at {strings[0]!r} too"
+        fix = "drop one of the two, or stop at tokens of the vocabulary only"
+        raise UsageError(message, key="train.mask_truncated_completions", fix=fix)
     key = "stop_token_ids" if trainer.use_vllm else "eos_token_id"
     if key in (trainer.args.generation_kwargs or {}):
         raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same", fix="drop one")
