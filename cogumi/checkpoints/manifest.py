@@ -172,8 +172,7 @@ def read_settings(trainer: Any) -> dict[str, Any]:
         default=lambda value: sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value),
         sort_keys=True,
     )
-    settings: dict[str, Any] = json.loads(plain)
-    return settings
+    return json.loads(plain)
 
 
 def parse_identity(text: str) -> Identity:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -395,12 +395,10 @@ def load_rollouts(trainer: Any, directory: Path) -> None:
         internals.set_rollout_position(trainer, values["step"] * parts, rollouts)
 
 
-@contextmanager
-def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None]:
+def continue_prompt_order(trainer: Any, directory: Path | None) -> AbstractContextManager[None]:
     """Have new samplers of prompts begin with the epoch in which the checkpoint was written."""
     if directory is None or not internals.makes_rollouts(trainer):
-        yield
-        return
+        return nullcontext()
     epochs = int(round(json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["epoch"], 6))
     original = getattr(trainer, internals.TRAIN_SAMPLER)
 
@@ -410,5 +408,4 @@ def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None
             torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
 
-    with replaced(trainer, {internals.TRAIN_SAMPLER: continued}):
-        yield
+    return replaced(trainer, {internals.TRAIN_SAMPLER: continued})

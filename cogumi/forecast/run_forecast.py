@@ -155,8 +155,7 @@ def forecast_in_worker(*arguments: Any) -> ForecastLines:
     """
     environment = without_launcher(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     name = "the forecast"
-    result: ForecastLines = worker.call(name, forecast_lines, *arguments, environment=environment, timeout=LIMIT)
-    return result
+    return worker.call(name, forecast_lines, *arguments, environment=environment, timeout=LIMIT)
 
 
 def forecast_lines(

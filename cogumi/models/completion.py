@@ -57,8 +57,7 @@ def generate_ids(
             **({"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}),
         )
     model.train(was_training)
-    new: torch.Tensor = written[:, batch["input_ids"].shape[1] :]
-    return new
+    return written[:, batch["input_ids"].shape[1] :]
 
 
 @torch.no_grad()

@@ -140,8 +140,7 @@ def resolve_dtype(dtype: str) -> torch.dtype:
     if dtype == "auto":  # without a GPU float32 is as fast, and small updates do not drown in rounding
         on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         dtype = "bfloat16" if on_gpu else "float32"
-    resolved: torch.dtype = getattr(torch, dtype)
-    return resolved
+    return getattr(torch, dtype)
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -118,8 +118,7 @@ def settings_on_disk(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
     quantization = quantization_of(config)
     if quantization is None or quantization.method != "bitsandbytes":
         return None
-    settings: BitsAndBytesConfig = AutoQuantizationConfig.from_dict(quantization_entries(config))
-    return settings
+    return AutoQuantizationConfig.from_dict(quantization_entries(config))
 
 
 def place_quantized_weights(model: Any, config: PreTrainedConfig, quantization: dict[str, Any] | None) -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ class PatchStatus:
     reason: str
 
 
-def method_around(original: Any, around: Callable[..., Any]) -> Any:
+def method_around(original: Any, around: Any) -> Any:
     """Return a method that calls `around(self, original, ...)`. Dynamo traces into functools.partialmethod differently."""
 
     @functools.wraps(original)

@@ -332,10 +332,9 @@ class Branchless4bit(torch.autograd.Function):
         doubly = state.nested
         scales = state.state2.absmax if doubly else state.absmax
         nested = (state.absmax, state.state2.code, state.offset) if doubly else (None, None, None)
-        result: torch.Tensor = torch.ops.cogumi.gemm_4bit(
+        return torch.ops.cogumi.gemm_4bit(
             x, packed, state.shape, scales, state.blocksize, state.quant_type, bias, *nested
         )
-        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -356,10 +355,9 @@ def gemm_4bit(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *sett
         return result_of_gemm(x, packed, shape)
     absmax, blocksize, quant_type, bias, *nested = settings
     names = ("absmax_8bit", "absmax_code", "absmax_offset")
-    result: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+    return torch.ops.bitsandbytes.gemm_4bit.default(
         x, packed, shape, absmax, blocksize, quant_type, bias=bias, **dict(zip(names, nested, strict=True))
     )
-    return result
 
 
 def result_of_gemm(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *_: Any) -> torch.Tensor:

@@ -86,10 +86,7 @@ class Status:
         return self.ended and self.state not in (*BROKEN_OFF, "refused") and verdict.get("passed") is True
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = run_directory.jsonable_numbers(
-            {**asdict(self), "ended": self.ended, "passed": self.passed}
-        )
-        return values
+        return run_directory.jsonable_numbers({**asdict(self), "ended": self.ended, "passed": self.passed})
 
 
 def status_of(run_dir: Path) -> Status:
