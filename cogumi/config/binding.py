@@ -109,7 +109,6 @@ def bind_mapping(value: Any, section: str, origins: Origins) -> dict[str, Any]:
 
 
 def nearest(word: Any, known: Iterable[Any]) -> str | None:
-    """Return the known word that is most similar, if any."""
     return next(iter(difflib.get_close_matches(str(word), map(str, known), n=1)), None)
 
 

@@ -136,7 +136,6 @@ def load_model(
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
-    """Resolve `model.dtype` on this machine."""
     if dtype == "auto":  # without a GPU float32 is as fast, and small updates do not drown in rounding
         on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         dtype = "bfloat16" if on_gpu else "float32"

@@ -75,7 +75,6 @@ def quantization_entries(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """Bitsandbytes' linear layers by name."""
     return {
         name: module
         for name, module in model.named_modules()

@@ -65,7 +65,6 @@ def loss_values(name: str) -> dict[str, Any]:
 
 
 def trl_defaults(names: tuple[str, ...]) -> dict[str, Any]:
-    """TRL's own defaults of GRPOConfig."""
     defaults = config_defaults(grpo_config())
     return {name: defaults[name] for name in names}
 

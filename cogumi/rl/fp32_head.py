@@ -76,7 +76,6 @@ def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def unwrap_peft(model: Any) -> Any:
-    """Return the transformers model, out of its PEFT wrapper if it has one."""
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model

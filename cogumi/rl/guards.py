@@ -65,7 +65,6 @@ def accepted_by(trainer: Any) -> frozenset[str]:
 
 
 def format_accept_call(name: str, beside: frozenset[str]) -> str:
-    """Return the call that accepts `name` beside what was accepted before."""
     return f"cogumi.patch(accept={sorted({name, *beside})})"
 
 

@@ -185,7 +185,6 @@ def use_rollout_logps(trainer: Any) -> None:
 
 
 def uses_rollout_logps(trainer: Any) -> bool:
-    """Return whether `use_rollout_logps` was applied."""
     return getattr(trainer, "cogumi_behaviour_logps", "trainer") == "rollout"
 
 

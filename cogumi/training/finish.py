@@ -267,7 +267,6 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
 
 
 def describe_distance(check: LogitCheck, beside: str) -> tuple[str, str]:
-    """Return the figure and the requirement of a comparison of logits."""
     figure, bounds = f"rms {check.measured:.2e} from {beside}", f"<= {check.bound:.2e}"
     if check.scale_bound is not None:
         figure += f", {check.base_distance / check.live_distance:.3f} times as far from the base"
@@ -303,7 +302,6 @@ def judge_logits(check: LogitCheck, beside: str, report: MergeReport, again: str
 
 
 def judge_mirrored(mirror: RunMirror) -> Check:
-    """Check that the adapter is whole in the mirror, for which it waits."""
     missing, fix = mirror.wait_for_adapter(), f"copy adapter/ to {mirror.place.name} before this machine is destroyed"
     figure = f"it has not arrived: {missing}" if missing else "it was sent, and read back"
     return Check(MIRRORED_ADAPTER, figure, f"whole in {mirror.place.name}", not missing, fix)
