@@ -143,9 +143,10 @@ class Saver:
             internals.OUTPUT_DIRECTORY: lambda trial=None: str(staging),
             internals.PUSH_CHECKPOINT: lambda folder: None,
         }
-        # Shards are written in step; of whole copies only the first process writes, which is not to wait for the others.
-        alone = internals.saving_alone() if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled else nullcontext()
-        with replaced(self.trainer, elsewhere), as_checkpoint_error(self.trainer), alone:
+        # Shards are written in step. Of whole copies only the first process writes; in the middle it would wait for the others
+        # (transformers 5.17, `_save_checkpoint`), and one that failed before would leave them waiting.
+        alone = {"barrier": lambda *_, **__: None} if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled else {}
+        with replaced(self.trainer, elsewhere), as_checkpoint_error(self.trainer), replaced(torch.distributed, alone):
             self.original(model, trial)
 
     def write(self, model: Any, trial: Any, final: Path) -> bool:
@@ -391,7 +392,9 @@ def load_rollouts(trainer: Any, directory: Path) -> None:
         count = trainer.args.steps_per_generation
         parts, rollouts = count // values.get("micro_batches", count), values["rollouts"]
         if rollouts is not None and parts > 1:  # since then the micro-batches were made smaller
-            rollouts = [part for batch in rollouts for part in internals.split_rollout(batch, parts)]
+            from trl.trainer.utils import split_tensor_dict
+
+            rollouts = [part for batch in rollouts for part in split_tensor_dict(batch, parts)]
         internals.set_rollout_position(trainer, values["step"] * parts, rollouts)
 
 

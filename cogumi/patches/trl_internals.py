@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from torch import distributed
 
 from cogumi.patches import replaced
 
@@ -88,14 +87,6 @@ def config_defaults(config: type) -> dict[str, Any]:
     return made
 
 
-def saving_alone() -> AbstractContextManager[None]:
-    """While in the block a Trainer of several processes saves without the others.
-
-    It waits for them in the middle (transformers 5.17, `_save_checkpoint`). One that failed before would leave them waiting.
-    """
-    return replaced(distributed, {"barrier": lambda *_, **__: None})
-
-
 def shard_without_gpu() -> None:
     """Have accelerate shard by FSDP2 over gloo on a CPU, where it ignores an FSDP config without a word (1.15)."""
     from accelerate import PartialState
@@ -164,13 +155,6 @@ def rollout_position(trainer: Any) -> tuple[int, Any]:
 
 def set_rollout_position(trainer: Any, micro_batches: int, rollout: Any) -> None:
     trainer._step, trainer._buffered_inputs = micro_batches, rollout
-
-
-def split_rollout(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
-    """Cut a micro-batch of a rollout into smaller ones, as TRL cuts rollouts."""
-    from trl.trainer.utils import split_tensor_dict
-
-    return split_tensor_dict(batch, parts)
 
 
 def unlogged(trainer: Any) -> dict[str, Any]:

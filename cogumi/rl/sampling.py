@@ -184,10 +184,6 @@ def use_rollout_logps(trainer: Any) -> None:
     trainer.cogumi_behaviour_logps = "rollout"
 
 
-def uses_rollout_logps(trainer: Any) -> bool:
-    return getattr(trainer, "cogumi_behaviour_logps", "trainer") == "rollout"
-
-
 class SampledLogps(LogitsProcessor):
     """Record the log-probability of each token that `generate` samples; the scores pass through unchanged.
 
