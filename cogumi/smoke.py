@@ -26,6 +26,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_memory
 from cogumi.core.output import print_json, run_command
 from cogumi.core.run_directory import create_run_dir, write_json
 from cogumi.stack.gpus import use_one_gpu
@@ -193,7 +194,6 @@ def check_environment(report: Report, _: dict[str, str]) -> None:
 
 def check_fits(report: Report, models: dict[str, str]) -> None:
     from cogumi.config.schema import load_config
-    from cogumi.core.formatting import format_memory
     from cogumi.forecast.run_forecast import forecast_run
 
     run = load_config(SFT, **overrides_of(report, "sft", models["base"]))

@@ -30,6 +30,7 @@ from cogumi.core.output import (
     survive_closed_terminal,
 )
 from cogumi.core.run_directory import SAMPLES_FILE
+from cogumi.core.signatures import explain_text
 from cogumi.runs import entry, skypilot
 from cogumi.telemetry.status import format_sentence, relative_path, status_of
 
@@ -342,8 +343,6 @@ def doctor(
 ) -> None:
     """Check this machine and environment: problems with cause and fix. Exit status 1 if there are any."""
     if explain is not None:
-        from cogumi.core.signatures import explain_text
-
         explanation = explain_text(read_text(explain))
         print_report(explanation, as_json)
         raise typer.Exit(0 if explanation.diagnoses else 1)

@@ -15,6 +15,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
@@ -104,8 +106,6 @@ def load_task(package: str, name: str, options: str) -> Any:
 
 
 def make_rows(package: str, name: str, options: str) -> list[dict[str, Any]]:
-    import numpy as np
-
     loaded, rows = load_task(package, name, options), []
     for entry in map(loaded.__getitem__, range(len(loaded))) if package == "reasoning_gym" else loaded.get_dataset():
         prompt = entry.get("prompt") or [{"role": "user", "content": entry["question"]}]
