@@ -36,37 +36,17 @@ if TYPE_CHECKING:
 # The CPU lane leaves it out on purpose (docs/stack.md); nothing is wrong.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-_HOME = {
-    "AdapterReport": "cogumi.merge.inspection",
-    "DiskMonitor": "cogumi.disk.monitor",
-    "DiskMonitorCallback": "cogumi.disk.callback",
-    "UsageError": "cogumi.core.errors",
-    "DoctorReport": "cogumi.diagnostics.checkup",
-    "MergeReport": "cogumi.merge.merging",
-    "merge_adapter": "cogumi.merge.merging",
-    "PatchReport": "cogumi.rl.patching",
-    "configure": "cogumi.notebook.form",
-    "doctor": "cogumi.diagnostics.checkup",
-    "inspect": "cogumi.merge.inspection",
-    "last_good_checkpoint": "cogumi.checkpoints.verify",
-    "patch": "cogumi.rl.patching",
-    "PreflightReport": "cogumi.forecast.preflight_report",
-    "preflight": "cogumi.runs.entry",
-    "preview": "cogumi.runs.entry",
-    "protect": "cogumi.checkpoints.protection",
-    "Run": "cogumi.runs.handle",
-    "RunResult": "cogumi.training",
-    "Status": "cogumi.telemetry.status",
-    "attach": "cogumi.runs.handle",
-    "start": "cogumi.runs.launch",
-    "train": "cogumi.runs.entry",
-}
-_REPORTS = {
-    "AdapterReport": "cogumi.merge.inspection",
-    "MergeReport": "cogumi.merge.merging",
-    "PreflightReport": "cogumi.forecast.preflight_report",
-    "Preview": "cogumi.methods.preview",
-}
+_NAMES = {
+    "checkpoints.protection": "protect", "checkpoints.verify": "last_good_checkpoint", "core.errors": "UsageError",
+    "diagnostics.checkup": "DoctorReport doctor", "disk.callback": "DiskMonitorCallback", "disk.monitor": "DiskMonitor",
+    "forecast.preflight_report": "PreflightReport", "merge.inspection": "AdapterReport inspect",
+    "merge.merging": "MergeReport merge_adapter", "notebook.form": "configure", "rl.patching": "PatchReport patch",
+    "runs.entry": "preflight preview train", "runs.handle": "Run attach", "runs.launch": "start",
+    "telemetry.status": "Status", "training": "RunResult",
+}  # fmt: skip
+_HOME = {name: f"cogumi.{module}" for module, names in _NAMES.items() for name in names.split()}
+_REPORTS = {name: _HOME[name] for name in ("AdapterReport", "MergeReport", "PreflightReport")}
+_REPORTS["Preview"] = "cogumi.methods.preview"
 _WITH_TORCH = {"inspect", "merge_adapter", "patch", "protect"}
 __all__ = [*_HOME, "__version__"]
 

@@ -8,7 +8,6 @@ import logging
 import platform
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +26,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import format_memory
 from cogumi.core.output import print_json, run_command
-from cogumi.core.run_directory import create_run_dir, read_json, write_json
+from cogumi.core.run_directory import create_run_dir, write_json
 from cogumi.stack.gpus import use_one_gpu
 
 log = logging.getLogger("cogumi")
@@ -38,7 +38,6 @@ SFT, GSPO = "smoke/chat-sft", "smoke/chat-gspo"
 COMPARED_PROMPTS, SHOWN_PROMPTS = 200, 5  # held-out prompts that are scored, and printed
 QUICK_STEPS = {"sft": 15, "gspo": 8}
 GPU_LIMIT_SECONDS = 180.0
-PROGRESS_SECONDS = 10.0
 # unsloth's first GSPO step compiles for minutes. A forecast, and a probe of flash attention, is a process that imports torch.
 ON_GPU = {"cogumi__backend": "trl", "cogumi__preflight": "off", "model__attn_implementation": "sdpa"}
 
@@ -122,7 +121,7 @@ def smoke(
     report.limit = limit or (GPU_LIMIT_SECONDS if report.on_gpu else None)
     write_json(status, {"state": "running"})
     try:
-        with time_limit(report), progress_lines(report):
+        with time_limit(report):
             models = {"base": base}
             for name, check in STAGES.items():
                 if not run_stage(report, name, partial(check, report, models)):
@@ -160,27 +159,6 @@ def time_limit(report: Report) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@contextmanager
-def progress_lines(report: Report) -> Iterator[None]:
-    """Print stage, step and seconds every ten seconds."""
-    finished = threading.Event()
-
-    def print_lines() -> None:
-        from tqdm import tqdm
-
-        while not finished.wait(PROGRESS_SECONDS):
-            path = report.run_dir / report.stage / "heartbeat.json"
-            beat = read_json(path) if path.exists() else {}
-            step = f": {beat['stage']}, step {beat['step']} of {beat['steps']}" if beat.get("steps") else ""
-            tqdm.write(f"   {report.stage}{step} ({time.monotonic() - report.began:.0f} s)", file=sys.stderr)
-
-    threading.Thread(target=print_lines, daemon=True).start()
-    try:
-        yield
-    finally:
-        finished.set()
-
-
 def run_stage(report: Report, name: str, check: Callable[[], None]) -> bool:
     """Run and time a stage; an error is logged, becomes a failed row, and returns False. Mistakes of the user are raised."""
     print(f"── {name} ({time.monotonic() - report.began:.0f} s so far)", file=sys.stderr, flush=True)
@@ -216,7 +194,6 @@ def check_environment(report: Report, _: dict[str, str]) -> None:
 
 def check_fits(report: Report, models: dict[str, str]) -> None:
     from cogumi.config.schema import load_config
-    from cogumi.core.formatting import format_memory
     from cogumi.forecast.run_forecast import forecast_run
 
     run = load_config(SFT, **overrides_of(report, "sft", models["base"]))

@@ -557,7 +557,7 @@ def test_a_leak_leaves_the_run_that_is_not_packed(
             raise outcome
         return outcome  # type: ignore[no-any-return]
 
-    monkeypatch.setattr("cogumi.methods.sft.probe_packing", probe)
+    monkeypatch.setattr("cogumi.data.packing.probe_packing", probe)
     leaking = cogumi.train(config("leaking"))
     apart = cogumi.train(config("apart", packing=False))
     assert settings_of(leaking.run_dir).pop("train.packing") is True

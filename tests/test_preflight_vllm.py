@@ -46,6 +46,7 @@ from cogumi.methods.auto_settings import ALLOCATOR, Choice, Load, Machine, apply
 from cogumi.models.base import meta_model
 from cogumi.models.loading import read_base
 from cogumi.patches.unsloth_rl import SET_BY_COGUMI
+from cogumi.rl import memory_plan
 from cogumi.rl.memory_plan import GRAPHS, ModelShape, engine_bytes
 from cogumi.training import estimate
 from tests.vllm_sizes import FAMILY, MODELS, config_of, qwen
@@ -463,8 +464,8 @@ def test_the_planned_batch_leaves_the_engine_its_share(
     prompts = Dataset.from_dict({"prompt": ["x = 1"]})
 
     def micro_batch(free: int, **train: Any) -> int:
-        monkeypatch.setattr(gspo, "free_memory_bytes", lambda: free)
-        monkeypatch.setattr(gspo, "total_memory_bytes", lambda: 200 * 2**20)
+        monkeypatch.setattr(memory_plan, "free_memory_bytes", lambda: free)
+        monkeypatch.setattr(memory_plan, "total_memory_bytes", lambda: 200 * 2**20)
         run = run_of({"docs_per_step": 32}, **train)
         run.cogumi.run_dir = tmp_path / f"{free}-{len(train)}"
         run.run_dir.mkdir()

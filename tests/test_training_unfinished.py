@@ -25,7 +25,7 @@ from cogumi.core.disk_space import space_of
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl
 from cogumi.health.verdict import judge_training
-from cogumi.methods import gspo as gspo_run
+from cogumi.rl import memory_plan
 from cogumi.telemetry import heartbeat
 from cogumi.telemetry.recorder import Telemetry
 
@@ -102,7 +102,7 @@ def test_a_failed_run_goes_on(
     run_dir = Path(config["cogumi"]["run_dir"])
     assert read_json(run_dir / "status.json")["state"] == "failed"
     stop_after(0)
-    monkeypatch.setattr(gspo_run, "free_memory_bytes", lambda: 1)  # a batch planned now would be another one
+    monkeypatch.setattr(memory_plan, "free_memory_bytes", lambda: 1)  # a batch planned now would be another one
     result = cogumi.train(config)
     assert result.passed, str(result.verdict)
     assert logged(run_dir) == logged(whole.run_dir)

@@ -82,9 +82,8 @@ class Watch(TrainerCallback):
         except StepInterrupted:
             self.end(arguments["trial"])
         except torch.OutOfMemoryError:
-            if (
-                self.preemption.interruptible and not self.trainer.args.auto_find_batch_size
-            ):  # which starts over by itself
+            # auto_find_batch_size starts over by itself.
+            if self.preemption.interruptible and not self.trainer.args.auto_find_batch_size:
                 self.end(arguments["trial"])
             raise
         finally:

@@ -68,16 +68,16 @@ def versions() -> dict[str, str | None]:
 
 def write_manifest(directory: Path, step: int) -> None:
     """Describe every file below `directory`. A manifest is written after all of them are on the disk."""
-    files = {
-        name: FileEntry(path.stat().st_size, sha256_file(path)) for name, path in list_manifest_files(directory).items()
-    }
-    content = {
-        "format": FORMAT, "step": step, "versions": versions(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "files": {name: asdict(entry) for name, entry in files.items()},
-    }  # fmt: skip
-    write_atomic(directory / MANIFEST_NAME, seal(content))
+    about = {"versions": versions(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    write_atomic(directory / MANIFEST_NAME, seal(describe_files(directory, step, **about)))
     sync_path(directory)
+
+
+def describe_files(directory: Path, step: int, **about: Any) -> dict[str, Any]:
+    """Return a manifest's content: every file below `directory`, and what else is known about them."""
+    files = {name: asdict(FileEntry(path.stat().st_size, sha256_file(path)))
+             for name, path in list_manifest_files(directory).items()}  # fmt: skip
+    return {"format": FORMAT, "step": step, **about, "files": files}
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -172,8 +172,7 @@ def read_settings(trainer: Any) -> dict[str, Any]:
         default=lambda value: sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value),
         sort_keys=True,
     )
-    settings: dict[str, Any] = json.loads(plain)
-    return settings
+    return json.loads(plain)
 
 
 def parse_identity(text: str) -> Identity:

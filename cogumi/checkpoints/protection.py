@@ -13,6 +13,7 @@ from peft import PeftModel
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
+from cogumi.checkpoints import verify
 from cogumi.checkpoints.callbacks import FiniteGuard, Pulse, Watch
 from cogumi.checkpoints.commit import set_aside
 from cogumi.checkpoints.interruption import Preemption, Watchdog
@@ -20,15 +21,6 @@ from cogumi.checkpoints.manifest import RUN_NAME, Identity, differences, read_ru
 from cogumi.checkpoints.mirror import Mirror
 from cogumi.checkpoints.saving import Saver, as_checkpoint_error, continue_prompt_order, load_rollouts
 from cogumi.checkpoints.snapshots import list_snapshots
-from cogumi.checkpoints.verify import (
-    OPTIMIZER,
-    SCHEDULER,
-    SHARDED_WEIGHTS,
-    inspect,
-    last_good_checkpoint,
-    list_checkpoints,
-    remove_trash,
-)
 from cogumi.core.durability import NO_SPACE, lock_directory, write_error
 from cogumi.core.errors import UsageError
 from cogumi.core.output import survive_closed_terminal
@@ -142,7 +134,7 @@ class Protection:
         ours = {
             internals.SAVE_CHECKPOINT: self.saver.save, internals.LOAD_BEST_MODEL: self.load_best_model,
             internals.LOAD_CHECKPOINT: self.load_all_adapters,
-            internals.LOAD_OPTIMIZER: self.load_named(internals.LOAD_OPTIMIZER, f"{OPTIMIZER} or {SCHEDULER}"),
+            internals.LOAD_OPTIMIZER: self.load_named(internals.LOAD_OPTIMIZER, f"{verify.OPTIMIZER} or {verify.SCHEDULER}"),
             internals.LOAD_RNG_STATE: self.load_named(internals.LOAD_RNG_STATE, "rng_state.pth"), "train": self.train_protected,
         }  # fmt: skip
         self.original = {name: getattr(trainer, name) for name in ours}
@@ -205,10 +197,10 @@ class Protection:
         point = self.find_resume_checkpoint(requested)
         if point is not None:
             refuse_other_sharding(point, self.trainer.is_fsdp_enabled)
-        for path in remove_trash(output_dir):
+        for path in verify.remove_trash(output_dir):
             log.info("removed %s, left by an interrupted removal", path.name)
         # Later checkpoints are of another run, or damaged, and their steps are yet to come.
-        for path in list_checkpoints(output_dir):
+        for path in verify.list_checkpoints(output_dir):
             if step_of(path) > (-1 if point is None else step_of(point)):
                 aside = set_aside(path).name
                 log.warning("%s is from before this start, and %s now; delete it when you do not need it", path, aside)
@@ -216,11 +208,11 @@ class Protection:
             if step > (-1 if point is None else step_of(point)):
                 set_aside(path)
         self.saver.begin(point, self.resolve_run_name(point))
-        if point is not None and (was := count_ranks(point)) not in (None, self.ranks.count):
-            new_states = (
-                "%s is of %d processes, and these are %d: random states are new, so nothing is repeated to the bit"
-            )
-            log.warning(new_states, point, was, self.ranks.count)
+        # Each process wrote its random states, one alone into rng_state.pth.
+        was = 0 if point is None else len(list(point.glob("rng_state*.pth")))
+        if was not in (0, self.ranks.count):
+            text = "%s is of %d processes, and these are %d: random states are new, so nothing is repeated to the bit"
+            log.warning(text, point, was, self.ranks.count)
         return point, point is not None and self.is_finished(point)
 
     def find_resume_checkpoint(self, requested: str | bool | None) -> Path | None:
@@ -231,12 +223,12 @@ class Protection:
         if requested is False or (requested is None and self.resume == "never"):
             return None
         if isinstance(requested, str | Path):
-            finding = inspect(Path(requested))
+            finding = verify.inspect(Path(requested))
             if finding.state == "rejected":
                 raise UsageError(f"{requested} cannot be resumed from: {finding.reason}")
             return Path(requested)
         output_dir = Path(self.trainer.args.output_dir)
-        point = last_good_checkpoint(output_dir)
+        point = verify.last_good_checkpoint(output_dir)
         if self.saver.mirror is not None:
             newer_than = -1 if point is None else step_of(point)
             point = self.saver.mirror.fetch_newest(output_dir, newer_than, self.is_of_this_run) or point
@@ -316,18 +308,12 @@ class Protection:
 
 def refuse_other_sharding(checkpoint: Path, sharded: bool) -> None:
     """Raise UsageError for a checkpoint of FSDP2's shards in a training without them, and the other way round."""
-    if (checkpoint / SHARDED_WEIGHTS).exists() != sharded:
+    if (checkpoint / verify.SHARDED_WEIGHTS).exists() != sharded:
         mismatch = (
             "is whole, and this training is sharded" if sharded else "is of FSDP2's shards, and this training has none"
         )
         fix = f"train {'without' if sharded else 'with'} FSDP2 again, or set another output_dir"
         raise UsageError(f"this checkpoint {mismatch}", place=checkpoint, fix=fix)
-
-
-def count_ranks(checkpoint: Path) -> int | None:
-    """Count the processes that wrote a checkpoint, by its files of random states; None without any."""
-    several = len(list(checkpoint.glob("rng_state_*.pth")))
-    return several or (1 if (checkpoint / "rng_state.pth").is_file() else None)
 
 
 @contextmanager

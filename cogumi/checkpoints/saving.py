@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +143,10 @@ class Saver:
             internals.OUTPUT_DIRECTORY: lambda trial=None: str(staging),
             internals.PUSH_CHECKPOINT: lambda folder: None,
         }
-        # Shards are written in step; of whole copies only the first process writes, which is not to wait for the others.
-        alone = internals.saving_alone() if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled else nullcontext()
-        with replaced(self.trainer, elsewhere), as_checkpoint_error(self.trainer), alone:
+        # Shards are written in step. Of whole copies only the first process writes; in the middle it would wait for the others
+        # (transformers 5.17, `_save_checkpoint`), and one that failed before would leave them waiting.
+        alone = {"barrier": lambda *_, **__: None} if self.ranks.count > 1 and not self.trainer.is_fsdp_enabled else {}
+        with replaced(self.trainer, elsewhere), as_checkpoint_error(self.trainer), replaced(torch.distributed, alone):
             self.original(model, trial)
 
     def write(self, model: Any, trial: Any, final: Path) -> bool:
@@ -391,16 +392,16 @@ def load_rollouts(trainer: Any, directory: Path) -> None:
         count = trainer.args.steps_per_generation
         parts, rollouts = count // values.get("micro_batches", count), values["rollouts"]
         if rollouts is not None and parts > 1:  # since then the micro-batches were made smaller
-            rollouts = [part for batch in rollouts for part in internals.split_rollout(batch, parts)]
+            from trl.trainer.utils import split_tensor_dict
+
+            rollouts = [part for batch in rollouts for part in split_tensor_dict(batch, parts)]
         internals.set_rollout_position(trainer, values["step"] * parts, rollouts)
 
 
-@contextmanager
-def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None]:
+def continue_prompt_order(trainer: Any, directory: Path | None) -> AbstractContextManager[None]:
     """Have new samplers of prompts begin with the epoch in which the checkpoint was written."""
     if directory is None or not internals.makes_rollouts(trainer):
-        yield
-        return
+        return nullcontext()
     epochs = int(round(json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["epoch"], 6))
     original = getattr(trainer, internals.TRAIN_SAMPLER)
 
@@ -410,5 +411,4 @@ def continue_prompt_order(trainer: Any, directory: Path | None) -> Iterator[None
             torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
 
-    with replaced(trainer, {internals.TRAIN_SAMPLER: continued}):
-        yield
+    return replaced(trainer, {internals.TRAIN_SAMPLER: continued})

@@ -30,6 +30,7 @@ from cogumi.core.output import (
     survive_closed_terminal,
 )
 from cogumi.core.run_directory import SAMPLES_FILE
+from cogumi.core.signatures import explain_text
 from cogumi.runs import entry, skypilot
 from cogumi.telemetry.status import format_sentence, relative_path, status_of
 
@@ -237,18 +238,8 @@ def merge(
             with show_waiting("loading the libraries"):
                 from cogumi.merge import merge_adapter
 
-            report = merge_adapter(
-                adapters,
-                out,
-                base,
-                revision,
-                base_mode,
-                dtype,
-                verify,
-                expert_layout=expert_layout,
-                witness=witness,
-                workers=workers,
-            )
+            report = merge_adapter(adapters, out, base, revision, base_mode, dtype, verify,
+                                   expert_layout=expert_layout, witness=witness, workers=workers)  # fmt: skip
         print_json(asdict(report)) if as_json else print_text(report)
 
 
@@ -352,8 +343,6 @@ def doctor(
 ) -> None:
     """Check this machine and environment: problems with cause and fix. Exit status 1 if there are any."""
     if explain is not None:
-        from cogumi.core.signatures import explain_text
-
         explanation = explain_text(read_text(explain))
         print_report(explanation, as_json)
         raise typer.Exit(0 if explanation.diagnoses else 1)

@@ -7,21 +7,21 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
+from cogumi.checkpoints.manifest import CHECKPOINT_NAME, MANIFEST_NAME
+from cogumi.checkpoints.verify import CheckpointState, inspect, inspect_all, list_checkpoints, plan_pruning, remove
 from cogumi.cli.run_commands import AsJson
 from cogumi.config.source import parse_overrides
 from cogumi.core.disk_space import Filesystem, filesystems, format_bytes
+from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls
 from cogumi.core.output import failures_in_one_line, print_json, print_table, print_text, show_waiting
-
-if TYPE_CHECKING:
-    from cogumi.checkpoints.verify import CheckpointState
-    from cogumi.disk.usage import Leftover
+from cogumi.disk import usage
 
 disk_app = typer.Typer(no_args_is_help=True)
 
@@ -40,11 +40,9 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """What the filesystems of a run hold, and who uses the space. Changes nothing."""
-    from cogumi.disk.usage import list_leftovers, list_uses
-
     check_directory(path)
     with failures_in_one_line():
-        disks, using, left = filesystems(path), list_uses(path), list_leftovers(path)
+        disks, using, left = filesystems(path), usage.list_uses(path), usage.list_leftovers(path)
     if as_json:
         sections: dict[str, list[Any]] = {"filesystems": disks, "uses": using, "leftovers": left}
         print_json({name: [asdict(row) for row in rows] for name, rows in sections.items()})
@@ -114,9 +112,6 @@ def predict(
 @disk_app.command()
 def verify(directory: Directory, as_json: AsJson = False) -> None:
     """Read every checkpoint, or the one named, and say which are good. Exit status 1 if one is rejected."""
-    from cogumi.checkpoints.manifest import CHECKPOINT_NAME
-    from cogumi.checkpoints.verify import inspect, inspect_all
-
     place = checkpoints_dir(directory)
     with failures_in_one_line(), show_waiting(f"reading the checkpoints of {place}"):
         is_one = CHECKPOINT_NAME.fullmatch(place.resolve().name)
@@ -131,13 +126,10 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     raise typer.Exit(1 if any(finding.state == "rejected" for finding in findings) else 0)
 
 
-def unless_recent(finding: "CheckpointState") -> "CheckpointState":
+def unless_recent(finding: CheckpointState) -> CheckpointState:
     """A checkpoint that a trainer without `protect` writes in place is not called damaged while it changes."""
-    from cogumi.checkpoints.manifest import MANIFEST_NAME
-    from cogumi.disk import usage as disk
-
-    age = time.time() - disk.last_change(finding.path)
-    if finding.state != "rejected" or (finding.path / MANIFEST_NAME).exists() or age > disk.SETTLED_SECONDS:
+    age = time.time() - usage.last_change(finding.path)
+    if finding.state != "rejected" or (finding.path / MANIFEST_NAME).exists() or age > usage.SETTLED_SECONDS:
         return finding
     reason = f"it changed {max(0.0, age):.0f} s ago and may still be written: {finding.reason}"
     return replace(finding, state="unverified", reason=reason)
@@ -146,8 +138,6 @@ def unless_recent(finding: "CheckpointState") -> "CheckpointState":
 @disk_app.command("resume-point")
 def resume_point(directory: Directory, as_json: AsJson = False) -> None:
     """Print the newest checkpoint that a run can resume from; exit status 1 where there is none."""
-    from cogumi.checkpoints.verify import inspect_all
-
     place, good = checkpoints_dir(directory), None
     inspected: list[CheckpointState] = []
     with failures_in_one_line(), show_waiting(f"looking for a good checkpoint in {place}"):
@@ -178,9 +168,6 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints that cogumi wrote. The newest that verify, the best and pinned ones stay."""
-    from cogumi.checkpoints.verify import list_checkpoints, plan_pruning, remove
-    from cogumi.core.durability import lock_directory
-
     if keep < 2:
         wrong = "at least 2, since the newest checkpoint is the one that a fault damages"
         raise UsageError(wrong, key=f"--keep {keep}")
@@ -222,16 +209,14 @@ def best_of(checkpoints: list[Path]) -> Path | None:
 @disk_app.command()
 def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Remove what interrupted trainings left (.cogumi-saving, .cogumi-trash-*), and nothing else."""
-    from cogumi.disk.usage import STAGING, TRASH, list_leftovers
-
     check_directory(directory)
-    removed: list[Leftover] = []
-    kept_with_reason: list[tuple[Leftover, str]] = []
+    removed: list[usage.Leftover] = []
+    kept_with_reason: list[tuple[usage.Leftover, str]] = []
     with failures_in_one_line():
-        for row in list_leftovers(directory):
-            if row.what not in (STAGING, TRASH):
+        for row in usage.list_leftovers(directory):
+            if row.what not in (usage.STAGING, usage.TRASH):
                 continue
-            if reason := row.in_use or (find_verified(Path(row.path)) if row.what == STAGING else ""):
+            if reason := row.in_use or (find_verified(Path(row.path)) if row.what == usage.STAGING else ""):
                 kept_with_reason.append((row, reason))
                 continue
             removed.append(row)
@@ -251,9 +236,6 @@ def clean(directory: Directory, dry_run: DryRun = False, as_json: AsJson = False
 
 def find_verified(staging: Path) -> str:
     """Why a save that was not finished is worth keeping: killed just before its rename, it is a good checkpoint."""
-    from cogumi.checkpoints.manifest import CHECKPOINT_NAME
-    from cogumi.checkpoints.verify import inspect
-
     for path in sorted(staging.iterdir()):
         new = CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir() and not os.path.lexists(staging.parent / path.name)
         if new and inspect(path).state == "verified":
@@ -270,8 +252,6 @@ def check_directory(path: Path) -> None:
 
 def checkpoints_dir(path: Path) -> Path:
     """Where the checkpoints are: `path`, or the checkpoints/ in it where it has none itself, as in a run's directory."""
-    from cogumi.checkpoints.verify import list_checkpoints
-
     check_directory(path)
     with failures_in_one_line():
         return path / "checkpoints" if not list_checkpoints(path) and (path / "checkpoints").is_dir() else path

@@ -6,13 +6,7 @@ from typing import Any
 
 import torch
 
-from cogumi.patches import graph_break
-from cogumi.patches.torch_internals import (
-    dynamo_left_as_found,
-    dynamo_switched_off_by,
-    first_line,
-    with_code_of_its_own,
-)
+from cogumi.patches import graph_break, torch_internals
 
 # name -> (the one value with an effect, "" for any; meaning). Where each is read: tests/test_compiling_environment.py.
 KNOWN = {
@@ -47,24 +41,26 @@ def describe_process() -> dict[str, Any]:
         "probes": [str(probe) for probe in verdict.probes],
         "foreign": graph_break.foreign_patches(),
         "variables": list_variables(),
-        "switched_off_by": dynamo_switched_off_by(),
+        "switched_off_by": torch_internals.dynamo_switched_off_by(),
     }
 
 
 def try_compiler(device: torch.device) -> str:
     """Compile and run two lines by inductor, forward and backward. Returns the reason of a failure, else ""."""
-    if by := dynamo_switched_off_by():
+    if by := torch_internals.dynamo_switched_off_by():
         return f"nothing is compiled, because of {by}"
 
     def smallest(x: torch.Tensor) -> torch.Tensor:
         return (x.sin() * x).sum()
 
-    with torch.random.fork_rng(), dynamo_left_as_found(), torch.enable_grad():
+    with torch.random.fork_rng(), torch_internals.dynamo_left_as_found(), torch.enable_grad():
         x = torch.ones(64, device=device, requires_grad=True)
         try:
-            y = torch.compile(with_code_of_its_own(smallest))(x)
+            y = torch.compile(torch_internals.with_code_of_its_own(smallest))(x)
             torch.autograd.grad(y, x)
         except Exception as error:  # noqa: BLE001  what a missing compiler raises differs by machine; it is reported
             no_compiler = device.type == "cpu" and "InvalidCxxCompiler" in f"{type(error).__name__} {error}"
-            return first_line(error) + ("; install g++, or name a C++ compiler in CXX" if no_compiler else "")
+            return torch_internals.first_line(error) + (
+                "; install g++, or name a C++ compiler in CXX" if no_compiler else ""
+            )
     return ""

@@ -22,15 +22,7 @@ from cogumi.core.formatting import format_duration
 from cogumi.core.run_directory import FORECAST, read_section, write_section
 from cogumi.models.adapters import find_towers
 from cogumi.models.quantization import expert_states, keep_4bit_unpacked, quantized_layers
-from cogumi.patches import graph_break, unsloth_rl
-from cogumi.patches.torch_internals import (
-    DYNAMO,
-    compiled_functions,
-    dynamo_counts,
-    dynamo_switched_off_by,
-    plain_call,
-    set_call,
-)
+from cogumi.patches import graph_break, torch_internals, unsloth_rl
 from cogumi.patches.trl_internals import attention_of, cache_argument
 
 log = logging.getLogger("cogumi")
@@ -48,7 +40,8 @@ def compile_trainer(trainer: Any, mode: str, path: Path, unless_full: Callable[[
     if mode == "layers":
         if reason := find_obstacle(trainer):
             raise UsageError(f"cogumi.compile=layers: {reason}")
-        DYNAMO.suppress_errors = chosen  # then nobody asked for it, and what does not compile runs as it is
+        # Where cogumi chose it nobody asked for it, and what does not compile runs as it is.
+        torch_internals.DYNAMO.suppress_errors = chosen
         prepare_four_bit(trainer.model)
         graph_break.apply("auto", trainer.model)
         if error := try_compiler(next(trainer.model.parameters()).device):
@@ -104,10 +97,10 @@ class CompileReport(TrainerCallback):
             self.write()
 
     def write(self) -> None:
-        counts = self.report["counts"] = dynamo_counts()
+        counts = self.report["counts"] = torch_internals.dynamo_counts()
         did = f"{counts['graphs']} graphs of {counts['operations']} operations, {sum(counts['breaks'].values())} breaks"
         log.info("compile: %s, %d recompiles, %.1f s compiling", did, counts["recompiles"], counts["seconds"])
-        self.report["compiled"], self.report["failed"] = compiled_functions()
+        self.report["compiled"], self.report["failed"] = torch_internals.compiled_functions()
         for name, error in self.report["failed"].items():
             log.warning("compile: %s runs uncompiled: %s", name, error)
         self.unless_full(lambda: write_section(self.path, "compile", self.report))
@@ -124,7 +117,7 @@ def find_obstacle(trainer: Any) -> str:
         return "unsloth's own layers run here, and it compiles parts of them itself"
     if getattr(model, "use_kernels", False):
         return "the hub's kernels (train.model_init_kwargs: use_kernels) end a graph in each layer"
-    if by := dynamo_switched_off_by():
+    if by := torch_internals.dynamo_switched_off_by():
         return f"Dynamo is switched off by {by}; unset it to compile"
     if not decoder_layers(model):
         return f"{type(model).__name__} has no layers that transformers checkpoints, so there is nothing to compile one by one"
@@ -138,9 +131,9 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> list[nn.Modul
     """
     layers = decoder_layers(model)
     for part in parts_of(model):
-        set_call(part, compile_for_training(part, backend, with_gradient_only=part not in layers))
+        torch_internals.set_call(part, compile_for_training(part, backend, with_gradient_only=part not in layers))
     for module in left_out(model):
-        set_call(module, torch.compiler.disable(plain_call(module)))
+        torch_internals.set_call(module, torch.compiler.disable(torch_internals.plain_call(module)))
     return layers
 
 
@@ -149,7 +142,7 @@ def compile_for_training(part: nn.Module, backend: str, with_gradient_only: bool
 
     with_gradient_only: the part is not given the cache by which generation is told.
     """
-    plain = plain_call(part)
+    plain = torch_internals.plain_call(part)
     compiled = torch.compile(plain, backend=backend)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -32,29 +32,18 @@ MANY_CHOICES = 8  # more are not listed in a message where one is near
 Hints = Mapping[str, Any]
 # BitsAndBytesConfig has no annotations. tests/test_config_signatures.py compares this with its signature.
 QUANTIZATION: Hints = {
-    "load_in_8bit": bool,
-    "load_in_4bit": bool,
-    "llm_int8_threshold": float,
-    "llm_int8_skip_modules": list[str],
-    "llm_int8_enable_fp32_cpu_offload": bool,
-    "llm_int8_has_fp16_weight": bool,
+    "load_in_8bit": bool, "load_in_4bit": bool, "llm_int8_threshold": float, "llm_int8_skip_modules": list[str],
+    "llm_int8_enable_fp32_cpu_offload": bool, "llm_int8_has_fp16_weight": bool,
     "bnb_4bit_compute_dtype": Annotated[Literal["float32", "bfloat16", "float16"], PLAIN_NAME],
-    "bnb_4bit_quant_type": Literal["nf4", "fp4"],
-    "bnb_4bit_use_double_quant": bool,
-    "bnb_4bit_quant_storage": Annotated[
-        Literal["uint8", "int8", "float16", "bfloat16", "float32", "float64"], PLAIN_NAME
-    ],
-}
+    "bnb_4bit_quant_type": Literal["nf4", "fp4"], "bnb_4bit_use_double_quant": bool,
+    "bnb_4bit_quant_storage": Annotated[Literal["uint8", "int8", "float16", "bfloat16", "float32", "float64"], PLAIN_NAME],
+}  # fmt: skip
 # Where the classes are defined: the packages import their names lazily, which no source says in a general way.
 HOMES = {
-    "SFTConfig": "trl.trainer.sft_config",
-    "DPOConfig": "trl.trainer.dpo_config",
-    "GRPOConfig": "trl.trainer.grpo_config",
-    "TrainingArguments": "transformers.training_args",
-    "LoraConfig": "peft.tuners.lora.config",
-    "PeftConfig": "peft.config",
+    "SFTConfig": "trl.trainer.sft_config", "DPOConfig": "trl.trainer.dpo_config", "GRPOConfig": "trl.trainer.grpo_config",
+    "TrainingArguments": "transformers.training_args", "LoraConfig": "peft.tuners.lora.config", "PeftConfig": "peft.config",
     "BitsAndBytesConfig": "transformers.utils.quantization_config",
-}
+}  # fmt: skip
 REPORTERS = ("transformers.integrations.integration_utils", "INTEGRATION_TO_CALLBACK")
 # Keys whose type is plain text, and whose help names, in quotes, the values there are.
 NAMED_IN_HELP = (
@@ -120,7 +109,6 @@ def bind_mapping(value: Any, section: str, origins: Origins) -> dict[str, Any]:
 
 
 def nearest(word: Any, known: Iterable[Any]) -> str | None:
-    """Return the known word that is most similar, if any."""
     return next(iter(difflib.get_close_matches(str(word), map(str, known), n=1)), None)
 
 

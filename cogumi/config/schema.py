@@ -14,20 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from cogumi.config.binding import (
-    FIXED_LORA_KEYS,
-    KEYS_OF_OTHER_BITS,
-    PREPARED_INITS,
-    RENAMED_TRAIN_KEYS,
-    bind_mapping,
-    bind_values,
-    defaults_in_source,
-    losses_in_source,
-    nearest,
-    refuse_out_of_range,
-    reject_unknown,
-    reporters_in_source,
-)
+from cogumi.config import binding
 from cogumi.config.presets import PRESETS, REMOVED
 from cogumi.config.source import SECTIONS, Config, Origins, not_a_section, parse_scalar, read_source, set_value
 from cogumi.core.errors import TRAINING_PACKAGES, require_extra
@@ -355,7 +342,7 @@ class RunConfig(Section):
     def setting(self, key: str) -> Any:
         """Return a key of `train:`, or TRL's default of it."""
         value = self.train.get(key)
-        return defaults_in_source(TRL_CONFIGS[self.cogumi.method])[key] if value is None else value
+        return binding.defaults_in_source(TRL_CONFIGS[self.cogumi.method])[key] if value is None else value
 
 
 def load_config(config: Config, **overrides: Any) -> RunConfig:
@@ -380,15 +367,15 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
         key = name.replace("__", ".")
         set_value(values, origins, key, value, f"override {key}")
 
-    reject_unknown(values, SECTIONS, "", origins)
+    binding.reject_unknown(values, SECTIONS, "", origins)
     fill_for_environment(values)
     for required in ("model", "data", "cogumi"):
         if values.get(required) is None:
             raise origins.error(f"section `{required}:` is missing", required, "it is a mapping of keys")
-        bind_mapping(values[required], required, origins)
+        binding.bind_mapping(values[required], required, origins)
     for optional in ("lora", "train"):
-        values[optional] = bind_mapping(values.get(optional), optional, origins)
-    for new, old in RENAMED_TRAIN_KEYS.items():
+        values[optional] = binding.bind_mapping(values.get(optional), optional, origins)
+    for new, old in binding.RENAMED_TRAIN_KEYS.items():
         if new in values["train"]:
             if values["train"].get(old) is not None:
                 raise origins.error(
@@ -437,27 +424,27 @@ def read_config(config: Config, overrides: Mapping[str, Any]) -> tuple[RunConfig
 
 def bind_sections(run: RunConfig, origins: Origins) -> None:
     """Bind `train:`, `lora:` and the quantization to the libraries' classes."""
-    run.train = bind_values(run.train, "train", TRL_CONFIGS[run.cogumi.method], origins)
-    run.lora = bind_values(run.lora, "lora", "LoraConfig", origins)
-    refuse_out_of_range("train", run.train, origins)
-    refuse_out_of_range("lora", run.lora, origins)
-    for key, reason in FIXED_LORA_KEYS.items():
+    run.train = binding.bind_values(run.train, "train", TRL_CONFIGS[run.cogumi.method], origins)
+    run.lora = binding.bind_values(run.lora, "lora", "LoraConfig", origins)
+    binding.refuse_out_of_range("train", run.train, origins)
+    binding.refuse_out_of_range("lora", run.lora, origins)
+    for key, reason in binding.FIXED_LORA_KEYS.items():
         if key in run.lora:
             raise origins.error(f"lora.{key} is not the run's to set: {reason}", f"lora.{key}", "drop it")
     init = str(run.lora.get("init_lora_weights", "")).lower()
-    if init in PREPARED_INITS:
+    if init in binding.PREPARED_INITS:
         needs = f"{init} needs a pass over the data before training, which a run does not make"
         raise origins.error(needs, "lora.init_lora_weights", "drop it")
     if run.model.quantization_config is not None:
         section = "model.quantization_config"
-        bound = bind_values(run.model.quantization_config, section, "BitsAndBytesConfig", origins)
+        bound = binding.bind_values(run.model.quantization_config, section, "BitsAndBytesConfig", origins)
         run.model.quantization_config = bound
         chosen = [key for key in ("load_in_4bit", "load_in_8bit") if bound.get(key)]
         if len(chosen) != 1:
             problem = "are both true; drop one" if chosen else "are both false; set one, or drop the section"
             raise origins.error(f"{section}: load_in_4bit and load_in_8bit {problem}", section)
         for key in bound:
-            if key.startswith(KEYS_OF_OTHER_BITS[chosen[0]]):
+            if key.startswith(binding.KEYS_OF_OTHER_BITS[chosen[0]]):
                 ignored = f"{section}.{key} would be ignored with {chosen[0]}: true"
                 raise origins.error(ignored, f"{section}.{key}", "drop it")
 
@@ -528,12 +515,12 @@ def refuse_unknown_names(run: RunConfig, origins: Origins) -> None:
     report_to = run.train.get("report_to") or []
     reporters = [report_to] if isinstance(report_to, str) else report_to
     for key, named, known in (
-        ("train.loss_type", losses, list(dict.fromkeys([*PRESETS, *losses_in_source()])) if losses else []),
-        ("train.report_to", reporters, [*reporters_in_source(), "all", "none"]),
+        ("train.loss_type", losses, list(dict.fromkeys([*PRESETS, *binding.losses_in_source()])) if losses else []),
+        ("train.report_to", reporters, [*binding.reporters_in_source(), "all", "none"]),
     ):
         for name in named:
             if name not in known:
-                near = nearest(name, known)
+                near = binding.nearest(name, known)
                 hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
                 if name in REMOVED:
                     hint = f"write {REMOVED[name]}"
@@ -571,7 +558,7 @@ def validate_sections(values: dict[str, Any], origins: Origins) -> RunConfig:
             section: Any = RunConfig
             for part in path[:-1]:
                 section = get_args(section)[0] if part.isdigit() else section.model_fields[part].annotation
-            reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins)
+            binding.reject_unknown([path[-1]], section.model_fields, ".".join(path[:-1]) + ".", origins)
         message = f"{dotted} = {problem['input']!r}: {problem['msg']}"
         if problem["type"] == "missing":
             message = f"`{dotted}` is missing"

@@ -29,7 +29,6 @@ class Origins(dict[str, str]):
         self.label = label
 
     def error(self, message: str, key: str, fix: str = "", at: str = "") -> UsageError:
-        """Return an error at the place of a key, or of the key `at`."""
         return UsageError(message, key=key, place=self.get(at or key, self.label), fix=fix)
 
 

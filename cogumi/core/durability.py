@@ -65,7 +65,6 @@ def lock_directory(directory: Path) -> Iterator[bool | None]:
 
 
 def sha256_file(path: Path) -> str:
-    """Return the sha256 of a file, as `sha256sum` prints it."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

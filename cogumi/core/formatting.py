@@ -96,5 +96,4 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of what a process printed."""
     return (text.strip().splitlines() or ["it said nothing"])[-1].strip()

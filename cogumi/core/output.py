@@ -28,11 +28,8 @@ AFTER_INTERRUPT = {
 }  # fmt: skip
 # Arguments of the Python functions that messages name, as the command line writes them.
 AS_OPTIONS = {
-    "base=": "--base ",
-    "base_mode=": "--base-mode ",
-    "base_mode": "--base-mode",
-    "base_revision": "--revision",
-}
+    "base=": "--base ", "base_mode=": "--base-mode ", "base_mode": "--base-mode", "base_revision": "--revision",
+}  # fmt: skip
 BROKEN = (errno.EPIPE, errno.EIO)  # a pipe that nothing reads, a terminal that is closed
 STOP_CODES = (129, 130, 143)  # 128 + SIGHUP, SIGINT (what Typer exits with after Ctrl-C), SIGTERM
 

@@ -31,10 +31,7 @@ LEFTOVERS = {
     STAGING: re.compile(r"\.cogumi-saving"), TRASH: re.compile(r"\.cogumi-trash-.+"),
     ASIDE: re.compile(r"aside-checkpoint-\d+-[0-9a-f]+"), MERGE: re.compile(r".+\.partial-[0-9a-f]{8}"),
 }  # fmt: skip
-KNOWN_NAMES = LEFTOVERS | {
-    "checkpoints": re.compile(r"checkpoint-\d+"),
-    "wandb": re.compile("wandb"),
-}
+KNOWN_NAMES = LEFTOVERS | {"checkpoints": re.compile(r"checkpoint-\d+"), "wandb": re.compile("wandb")}
 # A directory in which something changed so lately may be in use by a process that cannot be seen from here.
 SETTLED_SECONDS = 60.0
 

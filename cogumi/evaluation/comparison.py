@@ -19,7 +19,7 @@ from cogumi.evaluation.judge_command import COMMAND, judge_of
 from cogumi.evaluation.paired import MIN_ROWS, Comparison
 from cogumi.evaluation.reward_scores import Scored, call_rewards, read_rewards, read_weights
 from cogumi.evaluation.saved_models import BASE, MAX_NEW_TOKENS, MODEL, ChatSetup, LoadedModels, ModelFiles, read_setup
-from cogumi.health.verdict import Check, attempt
+from cogumi.health.verdict import Check
 from cogumi.methods.examples import DATA, Examples, prepare_examples, render_prompts
 from cogumi.methods.gspo import task_of
 from cogumi.methods.preparation import load_run_tokenizer, prepare_base
@@ -229,13 +229,8 @@ def refuse_incomparable(run: RunConfig, base: RunBase, examples: Examples, token
         raise UsageError(f"{error}", key="cogumi.compare_with", fix="or drop it") from None
 
 
-def compare_result(run: RunConfig, base: RunBase) -> list[Check]:
-    """Compare the saved model of a run with `cogumi.compare_with`; a comparison that raises is a failed check."""
-    return attempt(COMPARED, compare_saved, run, base)
-
-
-def compare_saved(run: RunConfig, base: RunBase) -> Check:
-    """Compare on held-out rows, and record it in comparison.json."""
+def compare_result(run: RunConfig, base: RunBase) -> Check:
+    """Compare the saved model of a run with `cogumi.compare_with` on held-out rows, and record it in comparison.json."""
     unsloth_rl.restore_classes(base.config.model_type)  # where no merge has
     path, other = run.run_dir / COMPARISON, str(run.cogumi.compare_with)
     path.unlink(missing_ok=True)  # of an earlier part of the run

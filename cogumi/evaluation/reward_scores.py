@@ -235,7 +235,6 @@ def last_message(recorded: str) -> str:
 
 
 def load_base_tokenizer(run: RunConfig) -> tuple[Any, Any]:
-    """Return the run's base, with its configuration, and its tokenizer."""
     from cogumi.methods.preparation import load_run_tokenizer
     from cogumi.models.loading import read_base
 

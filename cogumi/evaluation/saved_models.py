@@ -10,17 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.checkpoints.verify import last_good_checkpoint
+from cogumi.core import run_directory
 from cogumi.core.errors import UsageError
 from cogumi.core.notices import show_import
-from cogumi.core.run_directory import (
-    DECISIONS,
-    SAMPLES_FILE,
-    config_of,
-    read_jsonl,
-    read_section,
-    same_process,
-    this_process,
-)
 from cogumi.stack.gpus import use_one_gpu
 from cogumi.telemetry.status import hint_of_runs, is_run, runs_below, status_of
 
@@ -98,17 +90,18 @@ def read_setup(
 
 def read_run(run: Path) -> ChatSetup:
     adapter, merged, note = find_saved(run)
-    config = config_of(run)
+    config = run_directory.config_of(run)
     with show_import():
         use_one_gpu()
         import torch
     status = status_of(run)
-    is_own = same_process(status.process, this_process())  # which compares its result, and has freed the GPU's memory
+    # The run's own process compares its result, and has freed the GPU's memory.
+    is_own = run_directory.same_process(status.process, run_directory.this_process())
     if torch.cuda.is_available() and not status.ended and not is_own:
         fix = "ask when it has ended"
         raise UsageError("the run has the GPU, and the memory of a second model could end it", place=run, fix=fix)
     model, data, train, ours = (config.get(section) or {} for section in ("model", "data", "train", "cogumi"))
-    base = read_section(run / DECISIONS, "base")
+    base = run_directory.read_section(run / run_directory.DECISIONS, "base")
     files = ModelFiles(
         base=model.get("name"),
         revision=base["commit"] if base.get("name") == model.get("name") else model.get("revision"),
@@ -120,7 +113,7 @@ def read_run(run: Path) -> ChatSetup:
         stamp=stamp_of(adapter, merged),
     )
     mix = data.get("mix") or [{}]
-    samples = read_jsonl(run / SAMPLES_FILE)
+    samples = run_directory.read_jsonl(run / run_directory.SAMPLES_FILE)
     return ChatSetup(
         place=run,
         files=files,
@@ -129,7 +122,7 @@ def read_run(run: Path) -> ChatSetup:
         format=mix[0].get("format") or data.get("format") or "fim",
         sample=samples[0]["prompt"] if samples else None,
         thinking=ours.get("thinking"),
-        today=read_section(run / DECISIONS, "data").get("today"),
+        today=run_directory.read_section(run / run_directory.DECISIONS, "data").get("today"),
         template_kwargs=(train.get("chat_template_kwargs") if ours.get("method") == "gspo" else None) or {},
         stops=tuple(ours.get("stop") or ()),
         max_new_tokens=train.get("max_completion_length") or MAX_NEW_TOKENS,

@@ -32,18 +32,10 @@ from cogumi.forecast.vllm_forecast import choose_with_engine, describe_sampler, 
 from cogumi.health.rules import FEW_LOSS_ROWS
 from cogumi.merge.logits import WORKING_BYTES
 from cogumi.merge.preflight import refuse_missing_weights
-from cogumi.methods import gspo
+from cogumi.methods import gspo, preparation
 from cogumi.methods.auto_settings import MOMENTS, Choice, Load, choose_packing, load_of, with_values
 from cogumi.methods.dpo import REFERENCE
 from cogumi.methods.examples import longest_example
-from cogumi.methods.preparation import (
-    check_base,
-    check_merge,
-    check_settings,
-    find_merge_base,
-    load_run_tokenizer,
-    prepare_base,
-)
 from cogumi.methods.sampler import sampler_settings
 from cogumi.methods.step_split import is_planned, split_step
 from cogumi.models.base import RunBase, meta_model
@@ -100,22 +92,22 @@ def forecast_run(
     run.cogumi.processes = count
     run = split_step(run, count)
     target = find_target(card, run)
-    check_settings(run, on_this_machine=here)
+    preparation.check_settings(run, on_this_machine=here)
     if run.cogumi.method == "gspo":
         sampler_settings(run)
-    run, base = prepare_base(run)
+    run, base = preparation.prepare_base(run)
     if here:  # for another machine's card the configuration is enough
         refuse_missing_weights(base)
-    check_base(run, base)
+    preparation.check_base(run, base)
     try:
-        original = find_merge_base(run, base)
+        original = preparation.find_merge_base(run, base)
         merge_base = [] if original is None else [Line("base", str(original))]
     except UsageError as error:
         original, merge_base = None, [Line("base", f"{error.key}: {error.message}", "red", error.fix)]
-    check_merge(run, base, original)
+    preparation.check_merge(run, base, original)
     sample = data_sample.assume_longest(run, base.name)
     if sample is None:
-        sample = data_sample.sample_data(run, load_run_tokenizer(run, base), base.config)
+        sample = data_sample.sample_data(run, preparation.load_run_tokenizer(run, base), base.config)
     measured = measure_steps(requested, train) if train is not None else None
     lines = [describe_stack()] if here else []
     lines.append(describe_backend(run, base.config, other_machine=not here))
@@ -163,8 +155,7 @@ def forecast_in_worker(*arguments: Any) -> ForecastLines:
     """
     environment = without_launcher(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     name = "the forecast"
-    result: ForecastLines = worker.call(name, forecast_lines, *arguments, environment=environment, timeout=LIMIT)
-    return result
+    return worker.call(name, forecast_lines, *arguments, environment=environment, timeout=LIMIT)
 
 
 def forecast_lines(

@@ -627,10 +627,7 @@ COMMON: tuple[Rule, ...] = (
     mirror,
 )  # fmt: skip
 RULES: dict[str, tuple[Rule, ...]] = {
-    "sft": (
-        *COMMON,
-        *(learned_tokens, padding, prompt_and_completion, loss_trend, token_frequencies, loss_noise),
-    ),
+    "sft": (*COMMON, learned_tokens, padding, prompt_and_completion, loss_trend, token_frequencies, loss_noise),
     "dpo": (*COMMON, learned_tokens, padding, loss_trend, preferences),
     "gspo": (
         *(*COMMON, kl_to_the_sampler, clip_fraction, gradient_clipping, entropy, reward_varies, completions_end),

@@ -305,13 +305,8 @@ def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
     changes = changes_since(model, start)
     if (largest := max(changes.values(), default=0.0)) > LARGEST_CHANGE:
         figure, required = f"largest change {largest:.2e}", f"at most {LARGEST_CHANGE:g}"
-        return Check(
-            "weights",
-            figure,
-            required,
-            False,
-            "lower train.learning_rate: weights moved far more than a training moves them",
-        )
+        fix = "lower train.learning_rate: weights moved far more than a training moves them"
+        return Check("weights", figure, required, False, fix)
     if tuning == "full":
         moved = sum(change > 0 for change in changes.values())
         figure = f"{moved} of {len(changes)} tensors moved, by {max(changes.values(), default=0.0):.2e} at most"

@@ -22,16 +22,7 @@ from typing import Any
 import huggingface_hub as hf
 import platformdirs
 from filelock import FileLock, Timeout
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    HTTPError,
-    OfflineModeIsEnabled,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    RevisionResolutionError,
-)
+from huggingface_hub import errors
 from huggingface_hub.utils import tqdm
 
 from cogumi.config.binding import nearest
@@ -43,7 +34,9 @@ from cogumi.core.liveness import beat
 from cogumi.core.run_directory import write_json
 
 log = logging.getLogger("cogumi")
-TransportError: Any = sys.modules[HTTPError.__module__].TransportError  # of httpx, or since huggingface_hub 2 of httpx2
+TransportError: Any = sys.modules[
+    errors.HTTPError.__module__
+].TransportError  # of httpx, or since huggingface_hub 2 of httpx2
 
 MAX_FILES_AT_ONCE = 2
 KEYS = {"model": "model.name", "dataset": "data.source", "adapter": "model.adapter"}
@@ -181,9 +174,9 @@ def find_commit(name: str, revision: str | None = None) -> str | None:
             if not Download(name, commit, {}).snapshot.is_dir():
                 # The hub describes a gated model to everyone; only this tells whether its files may be had.
                 hf.get_hf_file_metadata(hf.hf_hub_url(name, "config.json", revision=commit))
-    except HFValidationError:
+    except errors.HFValidationError:
         return None
-    except RemoteEntryNotFoundError:
+    except errors.RemoteEntryNotFoundError:
         message = f"{name} holds no config.json, so transformers cannot load it"
         raise UsageError(message, key="model.name", fix=NO_MODEL) from None
     return commit
@@ -202,7 +195,7 @@ def plan_download(name: str, commit: str | None) -> Download | None:
         try:
             tree = hf.HfApi().list_repo_tree(name, recursive=True, revision=commit)
             sizes = {file.path: file.size for file in tree if isinstance(file, hf.RepoFile)}
-        except (TransportError, OfflineModeIsEnabled):
+        except (TransportError, errors.OfflineModeIsEnabled):
             is_online, snapshot = False, Download(name, commit, {}).snapshot
             files = [path for path in snapshot.rglob("*") if path.is_file()]
             sizes = {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in files}
@@ -300,10 +293,10 @@ def hub_errors_refused(name: str, revision: str | None, kind: str) -> Iterator[N
     """Raise errors of the hub as UsageError. A file that is not in a repository is left to the caller."""
     try:
         yield
-    except (HFValidationError, RemoteEntryNotFoundError):
+    except (errors.HFValidationError, errors.RemoteEntryNotFoundError):
         raise
     # OSError: the hub's own, and those of `datasets`. ValueError: no such subset; RuntimeError: a data set that is a script.
-    except (OSError, HTTPError, RevisionResolutionError, ValueError, RuntimeError) as error:
+    except (OSError, errors.HTTPError, errors.RevisionResolutionError, ValueError, RuntimeError) as error:
         raise describe_hub_error(name, revision, error, kind) from error
 
 
@@ -312,14 +305,14 @@ def describe_hub_error(name: str, revision: str | None, error: Exception, kind: 
     endpoint, token, key = hf.constants.ENDPOINT, hf.get_token() is not None, KEYS[kind]
     page = f"{endpoint}/{'datasets/' * (kind == 'dataset')}{name}"
     noun, status, reason = NAMES[kind], status_of(error), f"{name}: {one_line(error)[:300]}"
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         text = f"{name} is gated, and {'the account of HF_TOKEN has no access yet' if token else 'no HF_TOKEN is set'}"
         fix = f"accept its licence at {page}, and set HF_TOKEN to a token of that account"
-    elif isinstance(error, RevisionNotFoundError):
+    elif isinstance(error, errors.RevisionNotFoundError):
         text = f"{name} has no revision {revision!r}"
         drop = f"@{revision}" if kind == "adapter" else f"{key.partition('.')[0]}.revision"
         fix = f"see {page}/commits/main, or drop {drop}"
-    elif isinstance(error, RepositoryNotFoundError):
+    elif isinstance(error, errors.RepositoryNotFoundError):
         how = "HF_TOKEN may not see it" if token else "it is private and no HF_TOKEN is set"
         text, fix = f"no {noun} at {name!r} on the hub, or {how}", suggest_name(name, kind)
     elif status is not None:
@@ -350,7 +343,7 @@ def suggest_name(name: str, kind: str) -> str:
     list_repositories: Any = hf.HfApi().list_datasets if kind == "dataset" else hf.HfApi().list_models
     try:
         near = nearest(name, [repository.id for repository in list_repositories(author=owner, limit=500)])
-    except HTTPError:
+    except errors.HTTPError:
         return ""
     return f"did you mean {near}?" if near else ""
 

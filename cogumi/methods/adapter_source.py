@@ -64,7 +64,6 @@ def find_adapter(run: RunConfig) -> None:
 
 
 def record_adapter(run: RunConfig) -> None:
-    """Keep which adapter was fetched, and log it."""
     if pinned := {key: value for key, value in run.model._fetched.items() if value and key != "directory"}:
         log.info("model.adapter: %s", ", ".join(f"{key} {value}" for key, value in pinned.items()))
         write_section(run.run_dir / DECISIONS, SECTION, pinned)

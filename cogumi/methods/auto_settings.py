@@ -340,11 +340,8 @@ def halve_micro_batch(run: RunConfig, config: Any) -> RunConfig | None:
     if size is None or not is_same or run.train.get("use_vllm") or not is_same_when_split(run, config):
         return None
     reason = f"memory ran out at a step in micro-batches of {batch}"
-    log.warning(
-        "%s: the run goes on from its last finished step in micro-batches of %d, the same step to rounding",
-        reason,
-        size,
-    )
+    goes_on = "%s: the run goes on from its last finished step in micro-batches of %d, the same step to rounding"
+    log.warning(goes_on, reason, size)
     if planned:
         parts = {key: planned[key] * (batch // size) for key in ("gradient_accumulation_steps", "steps_per_generation")}
         write_section(place, gspo.BATCH, planned | parts | {"per_device_train_batch_size": size})

@@ -45,7 +45,7 @@ def trl_arguments(run: RunConfig) -> Any:
     on_gpu = torch.cuda.is_available()
     defaults = {
         "output_dir": str(run.run_dir / "checkpoints"),
-        "report_to": trackers.default_reporter(),
+        "report_to": trackers.TENSORBOARD if trackers.is_installed(trackers.TENSORBOARD) else "none",
         "logging_first_step": True,  # so that the shortest run has a loss to judge
         "bf16": on_gpu and torch.cuda.is_bf16_supported(),
         "dataloader_pin_memory": on_gpu,

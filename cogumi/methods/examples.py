@@ -117,7 +117,6 @@ class Shares:
 
 
 def account_for(data: Data) -> Shares:
-    """Account for every row."""
     dropped = {reason: drop.count for reason, drop in data.dropped.items()}
     counts = (data.truncated, data.duplicates, data.lengths.tokens, data.learned, data.sharing, data.extra_examples)
     return Shares(redact_text(data.name), data.total, len(data.dataset), dropped, *counts)

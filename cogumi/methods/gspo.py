@@ -30,6 +30,7 @@ from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, loss_values
 from cogumi.patches.vllm_engine import engine_options
+from cogumi.rewards import named_rewards
 from cogumi.rewards.functions import (
     THOUGHT_COLUMNS,
     on_visible,
@@ -38,39 +39,11 @@ from cogumi.rewards.functions import (
     with_columns,
     with_thoughts,
 )
-from cogumi.rewards.named_rewards import (
-    RUN_SETTINGS,
-    SAMPLE,
-    refuse_missing_columns,
-    rewards_of,
-    try_reward,
-    weights_of,
-)
 from cogumi.rewards.unit_tests import run_tests, unit_tests
+from cogumi.rl import memory_plan, sampling
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.generation import share_prefill_and_drop_finished
 from cogumi.rl.guards import check_clip_numbers, rollout_context
-from cogumi.rl.memory_plan import (
-    ModelShape,
-    check_groups,
-    count_documents,
-    engine_bytes,
-    free_memory_bytes,
-    nearest_multiples,
-    plan_batch,
-    refuse_small_group,
-    refuse_uneven,
-    repeat_to_rollout,
-    total_memory_bytes,
-)
-from cogumi.rl.sampling import (
-    check_sampler,
-    end_at_end_tokens,
-    leave_out_unscored,
-    stop_rollouts_at,
-    strip_stops,
-    use_rollout_logps,
-)
 from cogumi.rl.watch import RECORD, watch
 from cogumi.sandbox import Sandbox, default_sandbox
 
@@ -86,7 +59,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
     train = {"loss_type": "gspo", **run.train}
     read_rewards(run)
     entries = run.cogumi.rewards
-    if entries and (weights := weights_of(entries, train.get("reward_weights"))) is not None:
+    if entries and (weights := named_rewards.weights_of(entries, train.get("reward_weights"))) is not None:
         train["reward_weights"] = weights
     name = train["loss_type"]
     train |= sampler_settings(run)
@@ -103,7 +76,7 @@ def arguments(run: RunConfig) -> dict[str, Any]:
         train |= provisional_batch(run)
     elif name in OURS and all(train.get(key) is None for key in ("steps_per_generation", "generation_batch_size")):
         train["steps_per_generation"] = STEPS_PER_ROLLOUT * run.setting("gradient_accumulation_steps")
-    check_groups(train)
+    memory_plan.check_groups(train)
     # Metrics are for every step. The names of ours stay in the config, which spells them out by itself.
     return {"logging_steps": 1} | (train if name in OURS else fill_defaults(name, train))
 
@@ -114,21 +87,21 @@ def step_sizes(run: RunConfig) -> tuple[int, int, int, int | None]:
     Raises UsageError where they do not divide each other.
     """
     group, fixed = run.setting("num_generations"), run.train.get("per_device_train_batch_size")
-    refuse_small_group(group)
-    documents = count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
+    memory_plan.refuse_small_group(group)
+    documents = memory_plan.count_documents(run.cogumi.docs_per_step, run.cogumi.prompts_per_step, group)
     rollout = run.train.get("generation_batch_size") or STEPS_PER_ROLLOUT * documents
     processes = run.cogumi.process_count
     if rollout % documents:
         reason = f"is no whole number of optimizer steps of {documents} documents"
-        fix = f"set {nearest_multiples(rollout, documents)}"
+        fix = f"set {memory_plan.nearest_multiples(rollout, documents)}"
         raise UsageError(f"train.generation_batch_size {rollout} {reason}", fix=fix)
-    refuse_uneven(documents, run.cogumi.prompts_per_step, group, rollout // documents, fixed)
+    memory_plan.refuse_uneven(documents, run.cogumi.prompts_per_step, group, rollout // documents, fixed)
     if processes > 1:
         if documents % processes:
             message = f"a step of {documents} completions cannot be shared by {processes} processes"
-            fix = f"take {nearest_multiples(documents, processes)} a step"
+            fix = f"take {memory_plan.nearest_multiples(documents, processes)} a step"
             raise UsageError(message, key="cogumi.processes", fix=fix)
-        refuse_uneven(documents // processes, None, group, rollout // documents, fixed)
+        memory_plan.refuse_uneven(documents // processes, None, group, rollout // documents, fixed)
     return group, documents // processes, rollout // documents, fixed
 
 
@@ -193,7 +166,7 @@ def plan(run: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, prompts
         tools = task_of(run).schemas
         longest = max(len(prompt_ids(prompt, tokenizer, tools)) for prompt in prompts["prompt"])
         # The engine is not started yet, and will be beside every step.
-        free = free_memory_bytes() - engine_bytes(run.train, total_memory_bytes())
+        free = memory_plan.free_memory_bytes() - memory_plan.engine_bytes(run.train, memory_plan.total_memory_bytes())
         free -= TRAINABLE_BYTES * lora_parameters(model, lora_config(run.lora).r)
         planned, line = batch_for(run, model.config, model.dtype.itemsize, longest, free)
         log.info("%s", line)
@@ -206,12 +179,12 @@ def batch_for(
 ) -> tuple[dict[str, int], str]:
     """`plan_batch` for a run with a model of this config."""
     group, documents, mini_batches, fixed = step_sizes(run)
-    return plan_batch(
+    return memory_plan.plan_batch(
         documents,
         num_generations=group,
         per_device_train_batch_size=fixed,
         mini_batches_per_rollout=mini_batches,
-        shape=ModelShape.of(config),
+        shape=memory_plan.ModelShape.of(config),
         longest_prompt=longest_prompt,
         max_completion_length=run.setting("max_completion_length"),
         free_bytes=free_bytes,
@@ -247,11 +220,11 @@ def lora_parameters(model: nn.Module, rank: int) -> int:
 
 
 def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) -> Any:
-    dataset, repeated = repeat_to_rollout(train_dataset, args.generation_batch_size // args.num_generations)
+    dataset, repeated = memory_plan.repeat_to_rollout(train_dataset, args.generation_batch_size // args.num_generations)
     if repeated:
         log.warning("%s", repeated)
     rewards, stops = read_rewards(run), run.cogumi.stop
-    refuse_missing_columns(rewards, dataset.column_names)
+    named_rewards.refuse_missing_columns(rewards, dataset.column_names)
     graded_texts: list[Any] = []  # of this process, as the first reward got them
 
     def remember_graded(columns: dict[str, Any]) -> dict[str, Any]:
@@ -269,19 +242,19 @@ def build_trainer(run: RunConfig, args: Any, train_dataset: Any, **common: Any) 
         trainer = make_trainer(episodes, rewards, args, train_dataset=dataset, **common)
     trainer.cogumi_run = True  # its messages name settings as the YAML does
     trainer.cogumi_graded = graded_texts
-    check_sampler(trainer)
+    sampling.check_sampler(trainer)
     if getattr(trainer, "vllm_generation", None) is not None:
-        end_at_end_tokens(trainer)
+        sampling.end_at_end_tokens(trainer)
     if stops:
-        stop_rollouts_at(trainer, stops)
+        sampling.stop_rollouts_at(trainer, stops)
     if run.cogumi.fp32_lm_head:
         fp32_lm_head(trainer)
     if run.cogumi.behaviour_logps == "rollout":
-        use_rollout_logps(trainer)
+        sampling.use_rollout_logps(trainer)
     if episodes is not None:
         episodes.attach(trainer)
     share_prefill_and_drop_finished(trainer)
-    leave_out_unscored(trainer)
+    sampling.leave_out_unscored(trainer)
     watch(trainer, record=run.run_dir / RECORD).guard()
     return trainer
 
@@ -292,8 +265,8 @@ def read_rewards(run: RunConfig) -> list[Any]:
     Raises UsageError for one that cannot be given what is visible.
     """
     task_of(run)
-    settings = {key: run.setting(key) for key in RUN_SETTINGS}
-    rewards = rewards_of(run.cogumi.rewards, settings) if run.cogumi.rewards else []
+    settings = {key: run.setting(key) for key in named_rewards.RUN_SETTINGS}
+    rewards = named_rewards.rewards_of(run.cogumi.rewards, settings) if run.cogumi.rewards else []
     for reward in rewards:
         if run.cogumi.thinking is not None and scores_visible(reward) and iscoroutinefunction(reward):
             message = f"{reward.__name__} is asynchronous, and with cogumi.thinking a reward is given the visible part"
@@ -304,12 +277,12 @@ def read_rewards(run: RunConfig) -> list[Any]:
 def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     """Call each reward once, before a model is fetched or loaded. Raises UsageError where it cannot score this data."""
     rewards, group = read_rewards(run), run.setting("num_generations")
-    refuse_missing_columns(rewards, prompts.column_names)
+    named_rewards.refuse_missing_columns(rewards, prompts.column_names)
     check_prompts(rewards, prompts)
     for reward in rewards:
-        thoughts = dict(zip(THOUGHT_COLUMNS, ([0] * group, [SAMPLE] * group), strict=True))
+        thoughts = dict(zip(THOUGHT_COLUMNS, ([0] * group, [named_rewards.SAMPLE] * group), strict=True))
         taken = {key: thoughts[key] for key in thoughts.keys() & parameters_of(reward)}
-        wrong = try_reward(reward, prompts[0], group, trainer_state=TrainerState(), **taken)
+        wrong = named_rewards.try_reward(reward, prompts[0], group, trainer_state=TrainerState(), **taken)
         refused, message = wrong or (False, "")
         if refused:
             raise UsageError(message, key="cogumi.rewards")
@@ -323,25 +296,19 @@ def graded_as_seen(run: RunConfig, rewards: list[Any], tokenizer: PreTrainedToke
     A reward that takes the thought is given it, and one that takes token ids alone is given all of them.
     """
     stops, flag = run.cogumi.stop, run.cogumi.thinking
-    if stops:
-        rewards = [strip_stops(reward, stops) for reward in rewards]
+    rewards = [sampling.strip_stops(reward, stops) if stops else reward for reward in rewards]
     if flag is None and not any(map(reads_thoughts, rewards)):
         return rewards
     style, prompt_opens_thought = "tags", False  # of text, which no template renders
     if flag is not None or tokenizer.chat_template is not None:
         template = read_template(tokenizer, flag)
         style, prompt_opens_thought = template.thinking.style, template.prompt_opens_thought
-    return [graded(reward, flag, tokenizer, style, prompt_opens_thought) for reward in rewards]
-
-
-def graded(
-    reward: Any, flag: bool | None, tokenizer: PreTrainedTokenizerBase, style: str, prompt_opens_thought: bool
-) -> Any:
-    if reads_thoughts(reward):
-        return with_thoughts(reward, tokenizer, style, prompt_opens_thought)
-    if flag is None or not scores_visible(reward):
-        return reward
-    return on_visible(reward, tokenizer, style, prompt_opens_thought)
+    for index, reward in enumerate(rewards):
+        if reads_thoughts(reward):
+            rewards[index] = with_thoughts(reward, tokenizer, style, prompt_opens_thought)
+        elif flag is not None and scores_visible(reward):
+            rewards[index] = on_visible(reward, tokenizer, style, prompt_opens_thought)
+    return rewards
 
 
 def scores_visible(reward: Any) -> bool:

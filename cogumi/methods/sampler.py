@@ -129,7 +129,13 @@ def refuse_engine(args: Any, by_rollout: bool) -> None:
         fix = "set cogumi.sampler_correction: none (in a script vllm_importance_sampling_correction=False)"
         raise UsageError(reason, key="cogumi.behaviour_logps", fix=fix)
     if args.vllm_mode == "server":
-        warn_of_missing_server(args)
+        address = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=3).close()
+        except OSError as error:  # TRL waits for it once the model is loaded
+            log.warning("no vLLM server answers at %s (%s): start it as docs/rollouts.md says, or name another with "
+                        "train.vllm_server_base_url; the run waits for %g s (train.vllm_server_timeout)",
+                        address, one_line(error), args.vllm_server_timeout)  # fmt: skip
     elif args.vllm_enable_sleep_mode and not torch.cuda.is_available():
         raise UsageError("vLLM sleeps on a GPU alone", key="train.vllm_enable_sleep_mode", fix="drop it")
 
@@ -159,17 +165,6 @@ def refuse_unknown_sampling(args: Any) -> None:
             near = nearest(name, known)
             fix = f"did you mean {near}?" if near else "drop it"
             raise UsageError(f"{sampler} has no such setting", key=key, fix=fix)
-
-
-def warn_of_missing_server(args: Any) -> None:
-    """Say where no server answers yet; TRL waits for it once the model is loaded."""
-    address = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    try:
-        urllib.request.urlopen(f"{address}/health", timeout=3).close()
-    except OSError as error:
-        log.warning("no vLLM server answers at %s (%s): start it as docs/rollouts.md says, or name another with "
-                    "train.vllm_server_base_url; the run waits for %g s (train.vllm_server_timeout)",
-                    address, one_line(error), args.vllm_server_timeout)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- settings, and the prompts

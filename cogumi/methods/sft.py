@@ -12,13 +12,7 @@ from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
 from cogumi.core.run_directory import DECISIONS, SETTINGS, read_section, write_section
-from cogumi.data.packing import (
-    PROBED_DOCUMENTS,
-    probe_packing,
-    row_collator,
-    rows_per_step,
-    with_labels,
-)
+from cogumi.data import packing
 from cogumi.patches import unsloth_rl
 from cogumi.patches.trl_internals import wrap_method
 from cogumi.stack.ranks import Ranks
@@ -64,7 +58,7 @@ def build_trainer(run: RunConfig, ranks: Ranks | None = None, **common: Any) -> 
     trainer.examples_per_step = examples  # of a process, however many share a row
     end_to_end = common["args"].packing and getattr(trainer.data_collator, "padding_free", False)
     if end_to_end and not unsloth_rl.is_in_place():
-        trainer.data_collator = row_collator(trainer.model, trainer.data_collator)
+        trainer.data_collator = packing.row_collator(trainer.model, trainer.data_collator)
     refuse_other_labels(trainer, common["train_dataset"])
     weigh_held_out_loss(trainer)
     return trainer
@@ -114,12 +108,12 @@ def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, to
     if decided:
         log.info("packing: %s, as when the run began", "on" if decided["safe"] else "off")
         return decided
-    documents = [train_dataset[i]["input_ids"] for i in range(min(PROBED_DOCUMENTS, len(train_dataset)))]
+    documents = [train_dataset[i]["input_ids"] for i in range(min(packing.PROBED_DOCUMENTS, len(train_dataset)))]
     log.info("packing: comparing the logits of packed examples with those of separate ones ...")
     set_status(run.run_dir, "running", stage="packing")
     try:
         with preserve_rng_and_mode(model):
-            distance, bound = probe_packing(model.eval(), documents, tokenizer.pad_token_id)
+            distance, bound = packing.probe_packing(model.eval(), documents, tokenizer.pad_token_id)
     except Exception as error:  # noqa: BLE001  unpacked it may train
         log.warning("packing off: this model does not take packed rows: %s", one_line(error))
         return {"safe": False, "error": one_line(error)}
@@ -149,7 +143,7 @@ def pack_datasets(run: RunConfig, ranks: Ranks, **common: Any) -> dict[str, Any]
         args.max_length = arguments(run.model_copy(update={"train": run.train | {"packing": False}}))["max_length"]
     if not args.packing:  # of padding_free alone batches stay as they are
         return {"args": args}
-    labelled, length = with_labels(train_dataset), args.max_length
+    labelled, length = packing.with_labels(train_dataset), args.max_length
     if is_packing_chosen(run):
         length = pc.max(pc.list_value_length(labelled.data.column("input_ids"))).as_py()
     packed = pack_dataset(labelled, length, args.packing_strategy)
@@ -158,7 +152,7 @@ def pack_datasets(run: RunConfig, ranks: Ranks, **common: Any) -> dict[str, Any]
     efficiency = tokens / (len(packed) * length)  # the share of the slots of full rows that holds a token
     at_once, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     requested = at_once * accumulated
-    at_once, accumulated = rows_per_step(examples_per_row, at_once, accumulated)
+    at_once, accumulated = packing.rows_per_step(examples_per_row, at_once, accumulated)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = at_once, accumulated
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
     args.eval_packing = False  # the held-out loss is that of an unpacked run
@@ -175,7 +169,7 @@ def pack_datasets(run: RunConfig, ranks: Ranks, **common: Any) -> dict[str, Any]
     of_step = {"asked_per_step": requested, "rows_per_step": rows, "examples_per_step": per_step}
     write_section(place, PACKING, decided | figures | of_step)
     held_out = common["eval_dataset"]
-    held_out = None if held_out is None else with_labels(held_out)
+    held_out = None if held_out is None else packing.with_labels(held_out)
     return {"args": args, "train_dataset": packed, "eval_dataset": held_out}
 
 

@@ -57,8 +57,7 @@ def generate_ids(
             **({"stop_strings": list(stops), "tokenizer": tokenizer} if stops else {}),
         )
     model.train(was_training)
-    new: torch.Tensor = written[:, batch["input_ids"].shape[1] :]
-    return new
+    return written[:, batch["input_ids"].shape[1] :]
 
 
 @torch.no_grad()
@@ -71,7 +70,6 @@ def mean_log_likelihood(model: Any, prompt_ids: list[int], answer_ids: list[int]
 
 
 def end_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Return the tokens that end a text, for tokenizer and model."""
     of_model = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     candidates = [getattr(tokenizer, "eos_token_id", None), *(of_model if isinstance(of_model, list) else [of_model])]
     return {int(token_id) for token_id in candidates if token_id is not None}

@@ -86,10 +86,7 @@ def load_tokenizer(model: RunBase | str) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    base: RunBase | str,
-    dtype: str = "auto",
-    quantization: dict[str, Any] | None = None,
-    attention: str | None = None,
+    base: RunBase | str, dtype: str = "auto", quantization: dict[str, Any] | None = None, attention: str | None = None
 ) -> PreTrainedModel:
     """Load the base model, on the GPU if there is one. `dtype`, `quantization` and `attention` are those of `model:`.
 
@@ -139,12 +136,10 @@ def load_model(
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
-    """Resolve `model.dtype` on this machine."""
     if dtype == "auto":  # without a GPU float32 is as fast, and small updates do not drown in rounding
         on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         dtype = "bfloat16" if on_gpu else "float32"
-    resolved: torch.dtype = getattr(torch, dtype)
-    return resolved
+    return getattr(torch, dtype)
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

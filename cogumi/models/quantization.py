@@ -75,7 +75,6 @@ def quantization_entries(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def quantized_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """Bitsandbytes' linear layers by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -118,8 +117,7 @@ def settings_on_disk(config: PreTrainedConfig) -> BitsAndBytesConfig | None:
     quantization = quantization_of(config)
     if quantization is None or quantization.method != "bitsandbytes":
         return None
-    settings: BitsAndBytesConfig = AutoQuantizationConfig.from_dict(quantization_entries(config))
-    return settings
+    return AutoQuantizationConfig.from_dict(quantization_entries(config))
 
 
 def place_quantized_weights(model: Any, config: PreTrainedConfig, quantization: dict[str, Any] | None) -> Any:

@@ -87,21 +87,14 @@ QWEN_CHAT = ["<|im_start|>", "<|im_end|>"]
 GEMMA_CHAT = ["<|turn>", "<turn|>"]
 HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|constrain|>"]
 SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32, "max_position_embeddings": 2048,
     "initializer_range": 0.1,  # logits of random weights that are not all the same
-}
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 64,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64,
     "max_position_embeddings": 131072,  # what its rotary scaling is for; no table is as long
-}
+}  # fmt: skip
 # Towers are beside the language model. The sizes keep the rounding of a merge as small as in Llama's layers.
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"], "initializer_range": 0.05,

@@ -30,13 +30,8 @@ FAMILIES = ("llama", "mistral", "gemma", "gemma2", "qwen2", "qwen3", "gpt_oss")
 COGUMI_BASE = "cogumi:"  # small-base, a Llama, or random-<model type>
 # Entries of a LoraConfig that PEFT fills in, and the modules, which are compared one by one.
 BY_PEFT = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "peft_version",
-    "inference_mode",
-    "target_modules",
-    "loftq_config",
-}
+    "auto_mapping", "base_model_name_or_path", "peft_version", "inference_mode", "target_modules", "loftq_config",
+}  # fmt: skip
 
 
 class Backend(NamedTuple):

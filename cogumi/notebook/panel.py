@@ -26,25 +26,7 @@ from cogumi.core.run_directory import DECISIONS, FORECAST, ROLLOUTS, SAMPLES_FIL
 from cogumi.notebook import figures
 from cogumi.notebook import html_components as html
 from cogumi.notebook.completions import render_columns, render_recorded, render_samples
-from cogumi.telemetry.status import (
-    BROKEN_OFF,
-    Status,
-    checks,
-    count_checks,
-    failed_checks,
-    format_cause,
-    format_headline,
-    format_machine,
-    format_metrics,
-    format_missed_check,
-    format_screen,
-    format_state,
-    read_json_or_empty,
-    reds,
-    relative_path,
-    status_of,
-    tail_lines,
-)
+from cogumi.telemetry import status as run_status
 
 REFRESH_SECONDS = 2.0
 WAIT_PER_WORK = 120.0  # seconds of waiting for each second of computing: 0.8 % of a core
@@ -63,7 +45,7 @@ class RunSnapshot:
     """
 
     run_dir: Path
-    status: Status
+    status: run_status.Status
     curves: dict[str, figures.Curve]
     judged: dict[str, Any]
     samples: list[dict[str, Any]]
@@ -73,14 +55,14 @@ class RunSnapshot:
 
 def take_snapshot(run_dir: Path, checkpoints: int | None = INSPECTED_CHECKPOINTS) -> RunSnapshot:
     """Read a run's directory. checkpoints: how many of the newest to inspect. Raises UsageError if there is no run."""
-    status = status_of(run_dir)
+    status = run_status.status_of(run_dir)
     # Names and sizes are compared with what was verified at the save; retention may just have deleted one.
     newest = list_checkpoints(run_dir / "checkpoints")[:checkpoints]
     return RunSnapshot(
         run_dir=run_dir,
         status=status,
         curves=figures.read_curves(run_dir / "metrics.jsonl"),
-        judged=read_json_or_empty(run_dir / "flags.json"),
+        judged=run_status.read_json_or_empty(run_dir / "flags.json"),
         samples=read_newest_samples(run_dir),
         checkpoints=[state for state in (inspect(path, whole=False) for path in newest) if state.path.exists()],
         disk=describe_disk(run_dir, status),
@@ -89,17 +71,17 @@ def take_snapshot(run_dir: Path, checkpoints: int | None = INSPECTED_CHECKPOINTS
 
 def read_newest_samples(run_dir: Path) -> list[dict[str, Any]]:
     """Return the samples of the last rollout (worst to best), or the last completions of held-out prompts."""
-    lines = tail_lines(run_dir / ROLLOUTS, ROLLOUT_BYTES)
+    lines = run_status.tail_lines(run_dir / ROLLOUTS, ROLLOUT_BYTES)
     if lines:
         rollout = json.loads(lines[-1])
         return [{"step": rollout["step"], **sample} for sample in rollout["shown"]]
-    rows = [json.loads(line) for line in tail_lines(run_dir / SAMPLES_FILE, ROLLOUT_BYTES)]
+    rows = [json.loads(line) for line in run_status.tail_lines(run_dir / SAMPLES_FILE, ROLLOUT_BYTES)]
     return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 
-def describe_disk(run_dir: Path, status: Status) -> list[str]:
+def describe_disk(run_dir: Path, status: run_status.Status) -> list[str]:
     """Return lines on the free space, and on what the run was forecast to need before its first step."""
-    lines = tail_lines(run_dir / "disk.jsonl", 4096)
+    lines = run_status.tail_lines(run_dir / "disk.jsonl", 4096)
     sample = json.loads(lines[-1]) if lines else {}
     free = (status.heartbeat.get("disk") or {}).get("free") or sample.get("free")
     level = f" ({sample['level']})" if sample.get("level") else ""
@@ -115,7 +97,7 @@ open_panels: dict[Path, "RunPanel"] = {}
 
 
 def show_panel(run: Any) -> None:
-    screen = format_screen(run.status())
+    screen = run_status.format_screen(run.status())
     if not is_notebook():
         print(screen)
         return
@@ -224,19 +206,24 @@ class RunPanel:
 
 def render_head(look: RunSnapshot) -> str:
     status = look.status
-    lines = [f"<b>{html.escape_text(format_headline(status))}</b>"]
+    lines = [f"<b>{html.escape_text(run_status.format_headline(status))}</b>"]
     if status.step is not None and status.steps:
         share = min(1.0, status.step / status.steps)
         label = f"step {status.step} of {status.steps}"
         lines.append(f'<progress max="1" value="{share:.4f}" aria-label="{label}">{share:.0%}</progress>')
     reason = " ".join((status.reason or "").split())
-    texts = (reason, format_cause(status), format_metrics(status), format_machine(status.heartbeat))
+    texts = (
+        reason,
+        run_status.format_cause(status),
+        run_status.format_metrics(status),
+        run_status.format_machine(status.heartbeat),
+    )
     lines += [html.escape_text(text.replace("  ", " · ")) for text in texts if text]
     return "<br>".join(lines)
 
 
 def render_flags(look: RunSnapshot) -> str:
-    return html.flags(look.judged) + (verdict(look.run_dir, look.status) if checks(look.status) else "")
+    return html.flags(look.judged) + (verdict(look.run_dir, look.status) if run_status.checks(look.status) else "")
 
 
 def render_plots(look: RunSnapshot) -> str:
@@ -253,8 +240,8 @@ def render_rest(look: RunSnapshot) -> str:
         content += f"<h4>checkpoints</h4>{html.checkpoints(look.checkpoints)}"
     if look.disk:
         content += f"<h4>disk</h4>{'<br>'.join(map(html.escape_text, look.disk))}"
-    if log := tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]:
-        content += html.folded(relative_path(look.status.log), html.verbatim("\n".join(log)))
+    if log := run_status.tail_lines(Path(look.status.log), LINE_BYTES)[-LOG_LINES:]:
+        content += html.folded(run_status.relative_path(look.status.log), html.verbatim("\n".join(log)))
     return content
 
 
@@ -290,7 +277,7 @@ def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None =
 
 def render_report(look: RunSnapshot) -> str:
     status, run = look.status, Path(look.status.run_dir)
-    config, metrics = config_of(run), read_json_or_empty(run / "metrics.json")
+    config, metrics = config_of(run), run_status.read_json_or_empty(run / "metrics.json")
     parts = {
         "Verdict": verdict(run, status),
         "What it was": summary(status, config, metrics),
@@ -316,7 +303,7 @@ def render_report(look: RunSnapshot) -> str:
             body += f'<section><h2 id="{anchor}">{title}</h2>\n{content}</section>\n'
     name = html.escape_text(run.absolute().name)
     state, word = headline(status)
-    texts = filter(None, (status.reason, format_cause(status)))
+    texts = filter(None, (status.reason, run_status.format_cause(status)))
     reason = "".join(f'<p class="reason">{html.escape_text(text)}</p>' for text in texts)
     if not status.ended:
         reason = f'<p class="reason">It is still at work: this is how far it was, {format_time(time.time())}.</p>'
@@ -343,28 +330,28 @@ def render_report(look: RunSnapshot) -> str:
 """
 
 
-def headline(status: Status) -> tuple[str, str]:
+def headline(status: run_status.Status) -> tuple[str, str]:
     """Return (level, word); `passed` only if the run came to its end, every check passed and no flag is red."""
     if status.passed:
-        if red := reds(status):
+        if red := run_status.reds(status):
             return "red", f"{status.state}, RED: {', '.join(red)}"
         return "green", "passed" if status.state == "finished" else f"{status.state}, passed"
     if not status.ended:
-        return "unknown", format_state(status)
-    if read_json_or_empty(Path(status.run_dir) / "verdict.json").get("passed") is False:
-        failed = ", ".join(check["name"] for check in failed_checks(checks(status)))
+        return "unknown", run_status.format_state(status)
+    if run_status.read_json_or_empty(Path(status.run_dir) / "verdict.json").get("passed") is False:
+        failed = ", ".join(check["name"] for check in run_status.failed_checks(run_status.checks(status)))
         return "red", f"FAIL ({status.state}): {failed}"
     return ("red" if status.state in ("failed", "died", "refused") else "yellow"), status.state
 
 
-def verdict(run: Path, status: Status) -> str:
-    judged = read_json_or_empty(run / "verdict.json")
+def verdict(run: Path, status: run_status.Status) -> str:
+    judged = run_status.read_json_or_empty(run / "verdict.json")
     if not judged:
-        state = html.escape_text(format_state(status))
+        state = html.escape_text(run_status.format_state(status))
         return f"<p>There is no verdict: {state}. Checks are made when a training has ended by itself.</p>"
-    red = reds(status)
-    missed = map(format_missed_check, failed_checks(judged["checks"]))
-    text = ". ".join([count_checks(judged["checks"], red), *missed])
+    red = run_status.reds(status)
+    missed = map(run_status.format_missed_check, run_status.failed_checks(judged["checks"]))
+    text = ". ".join([run_status.count_checks(judged["checks"], red), *missed])
     if "safe_to_scale" in judged:
         text += f". Safe to scale: {judged['safe_to_scale']}"
     failed = "" if judged["passed"] and not red else "RED" if judged["passed"] else "FAIL"
@@ -380,7 +367,7 @@ def flags(look: RunSnapshot) -> str:
     return at + html.flags(look.judged) + f"<p>Green: {html.escape_text(green)}.</p>"
 
 
-def summary(status: Status, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+def summary(status: run_status.Status, config: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Render what the run was. metrics: metrics.json, {} before the end of a run."""
     run, beat = Path(status.run_dir), status.heartbeat
     model, ours = config.get("model", {}), config.get("cogumi", {})
@@ -398,7 +385,7 @@ def summary(status: Status, config: Mapping[str, Any], metrics: Mapping[str, Any
     rows = {
         "model": ", at commit ".join(filter(None, names)),
         "method": ", ".join(filter(None, (ours.get("method"), tuning, on_quantized))),
-        "state": format_state(status),
+        "state": run_status.format_state(status),
         "steps": "" if status.step is None else f"{status.step:,}" + (f" of {status.steps:,}" if status.steps else ""),
         "began": format_time(beat.get("started") or status.began),
         "last sign of life": format_time(status.last_sign),
@@ -443,7 +430,7 @@ def completions(run: Path) -> str:
 
 def forgetting(run: Path) -> str:
     hint = "Not measured: set cogumi.forgetting: true, or run: cogumi compare base RUN_DIR --panel"
-    lines = read_json_or_empty(run / "forgetting.json").get("lines", [hint])
+    lines = run_status.read_json_or_empty(run / "forgetting.json").get("lines", [hint])
     return "".join(f"<p>{html.escape_text(line)}</p>" for line in lines)
 
 
@@ -471,13 +458,13 @@ def merge(run: Path) -> str:
     return "<p>There is no merged model" + (", and an adapter." if (run / "adapter").is_dir() else ".") + "</p>"
 
 
-def logs(run: Path, status: Status) -> str:
+def logs(run: Path, status: run_status.Status) -> str:
     """Render the ends of run.log and of what a detached process printed; open if the run broke off."""
     content = ""
     for path in dict.fromkeys((run / "run.log", Path(status.log))):
-        if lines := tail_lines(path, REPORT_LOG_BYTES)[-REPORT_LOG_LINES:]:
+        if lines := run_status.tail_lines(path, REPORT_LOG_BYTES)[-REPORT_LOG_LINES:]:
             summary = f"the last {len(lines)} lines of {path.name}"
-            content += html.folded(summary, html.verbatim("\n".join(lines)), status.state in BROKEN_OFF)
+            content += html.folded(summary, html.verbatim("\n".join(lines)), status.state in run_status.BROKEN_OFF)
     return content or "<p>There is no log.</p>"
 
 

@@ -1,5 +1,6 @@
 """Changes to other people's code, each with its own undo, and the only place with private names of theirs."""
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,16 @@ class PatchStatus:
     name: str
     applied: bool
     reason: str
+
+
+def method_around(original: Any, around: Any) -> Any:
+    """Return a method that calls `around(self, original, ...)`. Dynamo traces into functools.partialmethod differently."""
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(self, original, *args, **kwargs)
+
+    return method
 
 
 @contextmanager

@@ -126,5 +126,4 @@ def status() -> PatchStatus:
 
 
 def _mapping() -> dict[str, Any]:
-    mapping: dict[str, Any] = importlib.import_module("transformers.quantizers.auto").AUTO_QUANTIZER_MAPPING
-    return mapping
+    return importlib.import_module("transformers.quantizers.auto").AUTO_QUANTIZER_MAPPING

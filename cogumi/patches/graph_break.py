@@ -18,16 +18,7 @@ import torch
 from torch.nn import ModuleList
 
 from cogumi.core.errors import UsageError
-from cogumi.patches import PatchStatus
-from cogumi.patches.torch_internals import (
-    DYNAMO,
-    EXPERT_ROWS,
-    dynamo_counts,
-    dynamo_left_as_found,
-    dynamo_switched_off_by,
-    first_line,
-    with_code_of_its_own,
-)
+from cogumi.patches import PatchStatus, torch_internals
 
 NAME = "graph_break"
 STRATEGIES = ("none", "branchless", "break_linear")
@@ -142,7 +133,7 @@ def find_obstacle(choice: str, model: Any) -> str:
         return "bitsandbytes is not installed, so there are no 4-bit layers"
     if model is not None and not holds_4bit(model):
         return "the model has no 4-bit layers"
-    if by := dynamo_switched_off_by():
+    if by := torch_internals.dynamo_switched_off_by():
         return f"Dynamo is switched off by {by}: nothing is compiled; unset it to compile"
     return ""
 
@@ -218,7 +209,7 @@ def probe(name: str, block: Callable[[list[Any], torch.Tensor], torch.Tensor], d
     from bitsandbytes.nn import Linear4bit
 
     began, error = time.perf_counter(), ""
-    with torch.random.fork_rng(), dynamo_left_as_found(), torch.enable_grad():
+    with torch.random.fork_rng(), torch_internals.dynamo_left_as_found(), torch.enable_grad():
         torch.manual_seed(0)
         settings = {"bias": True, "compute_dtype": torch.float32, "quant_type": "nf4"}
         layers: list[Any] = [Linear4bit(WIDTH, WIDTH, **settings).to(device) for _ in range(EXPERTS)]
@@ -233,14 +224,16 @@ def probe(name: str, block: Callable[[list[Any], torch.Tensor], torch.Tensor], d
         try:
             expected = value_and_gradient(function, x)
             where = ""
-            compiled = torch.compile(with_code_of_its_own(function), backend="aot_eager", fullgraph=True)
+            compiled = torch.compile(
+                torch_internals.with_code_of_its_own(function), backend="aot_eager", fullgraph=True
+            )
             actual = value_and_gradient(compiled, x)
-            if not dynamo_counts()["graphs"]:
+            if not torch_internals.dynamo_counts()["graphs"]:
                 error = "Dynamo compiled nothing and said nothing"
             elif not all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True)):
                 error = "compiled, and its result or gradient differs from the eager one"
         except Exception as failure:  # noqa: BLE001  what a compiler or a foreign patch raises is what the probe is for
-            error = f"{where}{first_line(failure)}"
+            error = f"{where}{torch_internals.first_line(failure)}"
     return CompileProbe(name, error, time.perf_counter() - began)
 
 
@@ -257,9 +250,8 @@ def put_in_place(strategy: str) -> None:
 
     if strategy == "break_linear":
         kinds = bitsandbytes.nn.Linear4bit.__mro__
-        kind: Any = next(
-            candidate for candidate in kinds if "forward" in vars(candidate)
-        )  # where another class stands for it
+        # Another class may stand for it.
+        kind: Any = next(candidate for candidate in kinds if "forward" in vars(candidate))
         replace_attribute(kind, "forward", torch.compiler.disable(kind.forward))
         return
     if foreign := [candidate for candidate in foreign_patches() if "matmul_4bit" in candidate]:
@@ -281,7 +273,7 @@ def put_in_place(strategy: str) -> None:
         return Branchless4bit.apply(A, B.view(-1, 1), bias, quant_state)
 
     replace_attribute(bitsandbytes, "matmul_4bit", matmul_4bit)
-    replace_attribute(DYNAMO, EXPERT_ROWS, True)
+    replace_attribute(torch_internals.DYNAMO, torch_internals.EXPERT_ROWS, True)
 
 
 def replace_attribute(owner: Any, name: str, value: Any) -> None:
@@ -298,7 +290,7 @@ def restore() -> None:
 
 def is_configuration(replacement: Replacement) -> bool:
     """Return whether it belongs to Dynamo's configuration, which is per thread and per cell of a notebook."""
-    return replacement.owner is DYNAMO
+    return replacement.owner is torch_internals.DYNAMO
 
 
 def foreign_patches() -> list[str]:
@@ -338,19 +330,11 @@ class Branchless4bit(torch.autograd.Function):
         ctx.packed, ctx.state = packed, state
         ctx.bias_dtype = None if bias is None else bias.dtype
         doubly = state.nested
-        result: torch.Tensor = torch.ops.cogumi.gemm_4bit(
-            x,
-            packed,
-            state.shape,
-            state.state2.absmax if doubly else state.absmax,
-            state.blocksize,
-            state.quant_type,
-            bias,
-            state.absmax if doubly else None,
-            state.state2.code if doubly else None,
-            state.offset if doubly else None,
+        scales = state.state2.absmax if doubly else state.absmax
+        nested = (state.absmax, state.state2.code, state.offset) if doubly else (None, None, None)
+        return torch.ops.cogumi.gemm_4bit(
+            x, packed, state.shape, scales, state.blocksize, state.quant_type, bias, *nested
         )
-        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -371,10 +355,9 @@ def gemm_4bit(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *sett
         return result_of_gemm(x, packed, shape)
     absmax, blocksize, quant_type, bias, *nested = settings
     names = ("absmax_8bit", "absmax_code", "absmax_offset")
-    result: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+    return torch.ops.bitsandbytes.gemm_4bit.default(
         x, packed, shape, absmax, blocksize, quant_type, bias=bias, **dict(zip(names, nested, strict=True))
     )
-    return result
 
 
 def result_of_gemm(x: torch.Tensor, packed: torch.Tensor, shape: Sequence[int], *_: Any) -> torch.Tensor:

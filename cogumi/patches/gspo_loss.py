@@ -7,14 +7,13 @@ the values. A trainer built from such a config is watched (`cogumi.rl.watch`).
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
 from cogumi.config.presets import OURS, PRESETS, REMOVED
 from cogumi.core.errors import UsageError
-from cogumi.patches import PatchStatus
+from cogumi.patches import PatchStatus, method_around
 from cogumi.patches.trl_internals import config_defaults
 
 NAME = "gspo"
@@ -66,7 +65,6 @@ def loss_values(name: str) -> dict[str, Any]:
 
 
 def trl_defaults(names: tuple[str, ...]) -> dict[str, Any]:
-    """TRL's own defaults of GRPOConfig."""
     defaults = config_defaults(grpo_config())
     return {name: defaults[name] for name in names}
 
@@ -90,16 +88,16 @@ def apply() -> PatchStatus:
 
     wrappers: dict[Any, dict[str, Callable[..., Any]]] = {
         trl.GRPOConfig: {
-            "__init__": _wrap_init,
-            "__post_init__": _wrap_post_init,
-            **dict.fromkeys(("to_dict", "__repr__", "__str__"), _wrap_display),
+            "__init__": _init,
+            "__post_init__": _post_init,
+            **dict.fromkeys(("to_dict", "__repr__", "__str__"), _show),
         },
-        trl.GRPOTrainer: {"__init__": _wrap_trainer_init},
+        trl.GRPOTrainer: {"__init__": _init_trainer},
     }
     for patched in wrappers.keys() - _originals.keys():
         _originals[patched] = {name: vars(patched).get(name, _ABSENT) for name in wrappers[patched]}
-        for name, wrap in wrappers[patched].items():
-            setattr(patched, name, wrap(getattr(patched, name)))
+        for name, around in wrappers[patched].items():
+            setattr(patched, name, method_around(getattr(patched, name), around))
     return status()
 
 
@@ -146,60 +144,40 @@ def grpo_config() -> Any:
     return trl.GRPOConfig
 
 
-def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **gspo_arguments(drop_trl_defaults(kwargs)))
-        if kwargs.get("loss_type") in OURS:
-            self.cogumi_loss_name = kwargs["loss_type"]
-
-    return __init__
+def _init(config: Any, original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+    original(config, *args, **gspo_arguments(drop_trl_defaults(kwargs)))
+    if kwargs.get("loss_type") in OURS:
+        config.cogumi_loss_name = kwargs["loss_type"]
 
 
-def _wrap_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def _post_init(config: Any, original: Callable[[Any], None]) -> None:
     """For subclasses of the config whose own generated `__init__` sets the fields and calls nothing but this."""
-
-    @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
-        if (name := self.loss_type) in OURS:
-            explicit = drop_trl_defaults({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-            loss_arguments = {key: explicit[key] for key in ("loss_type", *PRESETS[name]) if key in explicit}
-            for key, value in gspo_arguments(loss_arguments).items():
-                if key in PRESETS[name]:
-                    setattr(self, key, value)
-            self.cogumi_loss_name = name
-        original(self)
-
-    return __post_init__
+    if (name := config.loss_type) in OURS:
+        explicit = drop_trl_defaults({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+        loss_arguments = {key: explicit[key] for key in ("loss_type", *PRESETS[name]) if key in explicit}
+        for key, value in gspo_arguments(loss_arguments).items():
+            if key in PRESETS[name]:
+                setattr(config, key, value)
+        config.cogumi_loss_name = name
+    original(config)
 
 
-def _wrap_display(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a method that shows or saves a config: it sees a copy whose `loss_type` is the name it was given."""
-
-    @functools.wraps(original)
-    def show(self: Any) -> Any:
-        if loss_name(self) == self.loss_type:
-            return original(self)
-        twin = copy.copy(self)
-        twin.loss_type = loss_name(self)
-        return original(twin)
-
-    return show
+def _show(config: Any, original: Callable[[Any], Any]) -> Any:
+    """A method that shows or saves a config sees a copy whose `loss_type` is the name it was given."""
+    if loss_name(config) == config.loss_type:
+        return original(config)
+    twin = copy.copy(config)
+    twin.loss_type = loss_name(config)
+    return original(twin)
 
 
-def _wrap_trainer_init(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for config in (*args, *kwargs.values()):
-            loss_type = str(getattr(config, "loss_type", "")).lower()
-            if isinstance(config, grpo_config()) and loss_type in OURS:  # TRL would fail after the first rollout
-                raise UsageError(
-                    f"loss_type is {config.loss_type!r}, set after the config was built",
-                    fix=f"pass it to it: GRPOConfig(loss_type={loss_type!r}, ...)",
-                )
-        original(self, *args, **kwargs)
-        if loss_name(self.args) in OURS:
-            for watch in _watches:
-                watch(self)
-
-    return __init__
+def _init_trainer(trainer: Any, original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+    for config in (*args, *kwargs.values()):
+        loss_type = str(getattr(config, "loss_type", "")).lower()
+        if isinstance(config, grpo_config()) and loss_type in OURS:  # TRL would fail after the first rollout
+            message = f"loss_type is {config.loss_type!r}, set after the config was built"
+            raise UsageError(message, fix=f"pass it to it: GRPOConfig(loss_type={loss_type!r}, ...)")
+    original(trainer, *args, **kwargs)
+    if loss_name(trainer.args) in OURS:
+        for watch in _watches:
+            watch(trainer)

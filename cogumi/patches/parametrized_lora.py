@@ -5,7 +5,6 @@ plain parameters. It dequantizes a weight to ask for its shape, and leaves its o
 With these three methods an adapter has the names that it has on the full-precision base, so that PEFT loads it there.
 """
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from cogumi.patches import PatchStatus
+from cogumi.patches import PatchStatus, method_around
 
 NAME = "LoRA on 4-bit experts"
 _originals: dict[str, tuple[type, Any]] = {}
@@ -84,16 +83,6 @@ def activate_lora(wrapper: Any, original: Any, active_adapters: list[str]) -> It
         del parametrizations[-1]
 
 
-def wrap_method(original: Any, around: Any) -> Any:
-    """Return a method that calls `around(self, original, ...)`. Dynamo traces into functools.partialmethod differently."""
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(self, original, *args, **kwargs)
-
-    return method
-
-
 def apply() -> PatchStatus:
     from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTuner
@@ -103,7 +92,7 @@ def apply() -> PatchStatus:
     for name, (owner, around) in ours.items():
         if name not in _originals:
             _originals[name] = owner, getattr(owner, name)
-            setattr(owner, name, wrap_method(getattr(owner, name), around))
+            setattr(owner, name, method_around(getattr(owner, name), around))
     return status()
 
 

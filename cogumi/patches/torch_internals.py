@@ -108,5 +108,4 @@ def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
 
 def storage_key(tensor: Tensor) -> int:
     """Return a key that is equal for tensors of one storage, also for fake tensors."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return tensor.untyped_storage()._cdata

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from torch import distributed
 
 from cogumi.patches import replaced
 
@@ -88,16 +87,6 @@ def config_defaults(config: type) -> dict[str, Any]:
     return made
 
 
-@contextmanager
-def saving_alone() -> Iterator[None]:
-    """While in the block a Trainer of several processes saves without the others.
-
-    It waits for them in the middle (transformers 5.17, `_save_checkpoint`). One that failed before would leave them waiting.
-    """
-    with replaced(distributed, {"barrier": lambda *_, **__: None}):
-        yield
-
-
 def shard_without_gpu() -> None:
     """Have accelerate shard by FSDP2 over gloo on a CPU, where it ignores an FSDP config without a word (1.15)."""
     from accelerate import PartialState
@@ -146,8 +135,7 @@ def rollout_mode(trainer: Any) -> str:
 
 def logged_metrics(trainer: Any, mode: str) -> dict[str, list[float]]:
     """Return the values by name since the trainer last logged; TRL logs their means."""
-    metrics: dict[str, list[float]] = trainer._metrics[mode]
-    return metrics
+    return trainer._metrics[mode]
 
 
 def discard_metrics(trainer: Any) -> AbstractContextManager[None]:
@@ -157,8 +145,7 @@ def discard_metrics(trainer: Any) -> AbstractContextManager[None]:
 
 def logged_completions(trainer: Any) -> dict[str, Any]:
     """prompt, completion and rewards by function of the last rollout, which TRL keeps for its table of completions."""
-    logs: dict[str, Any] = trainer._logs
-    return logs
+    return trainer._logs
 
 
 def rollout_position(trainer: Any) -> tuple[int, Any]:
@@ -168,14 +155,6 @@ def rollout_position(trainer: Any) -> tuple[int, Any]:
 
 def set_rollout_position(trainer: Any, micro_batches: int, rollout: Any) -> None:
     trainer._step, trainer._buffered_inputs = micro_batches, rollout
-
-
-def split_rollout(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
-    """Cut a micro-batch of a rollout into smaller ones, as TRL cuts rollouts."""
-    from trl.trainer.utils import split_tensor_dict
-
-    cut: list[dict[str, Any]] = split_tensor_dict(batch, parts)
-    return cut
 
 
 def unlogged(trainer: Any) -> dict[str, Any]:
@@ -200,8 +179,7 @@ def drop_gradients(trainer: Any) -> None:
 
 def tokenized_prompts(trainer: Any, prompts: list[Any]) -> list[list[int]]:
     """Return the ids of prompts as the trainer renders them, chat template and all."""
-    ids: list[list[int]] = trainer._tokenize_prompts(prompts)[0]
-    return ids
+    return trainer._tokenize_prompts(prompts)[0]
 
 
 def prepared_inputs(trainer: Any, inputs: Any) -> Any:
@@ -244,14 +222,12 @@ def float32_modules(model: Any, dtype: torch.dtype) -> set[str]:
     return {*strict, *(model._keep_in_fp32_modules or () if dtype == torch.float16 else ())}
 
 
-@contextmanager
-def template_day(day: date | None) -> Iterator[None]:
+def template_day(day: date | None) -> AbstractContextManager[None]:
     """Have chat templates that print the day (`strftime_now`) print this one in the block; None for today."""
     from transformers.utils import chat_template_utils
 
     clock = SimpleNamespace(now=lambda: datetime.combine(day or date.today(), time()))
-    with replaced(chat_template_utils, {} if day is None else {"datetime": clock}):
-        yield
+    return replaced(chat_template_utils, {} if day is None else {"datetime": clock})
 
 
 def place_quantized_layers(quantizer: Any, model: Any) -> None:

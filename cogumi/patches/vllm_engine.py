@@ -106,8 +106,7 @@ def build_engine(generation: Any) -> None:
 def computing_dtype(model: Any, accelerator: Any) -> torch.dtype:
     """Return what the trainer multiplies matrices in: autocast's dtype, else that of the weights."""
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    dtype: torch.dtype = mixed or model.dtype
-    return dtype
+    return mixed or model.dtype
 
 
 @contextmanager
@@ -261,8 +260,7 @@ def head_dtype(generation: Any) -> torch.dtype | None:
     """Return what the engine multiplies its LM head in; None for a server, which does not tell."""
     if generation.mode != "colocate":
         return None
-    dtype: torch.dtype = generation.llm.llm_engine.model_config.head_dtype
-    return dtype
+    return generation.llm.llm_engine.model_config.head_dtype
 
 
 def observe_generation(generation: Any, observer: Callable[[list[list[int]]], None]) -> None:

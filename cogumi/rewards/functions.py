@@ -132,8 +132,7 @@ def format_match(
     if pattern is None:
         from trl.rewards import think_format_reward
 
-        scores: list[float] = think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
-        return scores
+        return think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
     dotall = re.compile(pattern.pattern, pattern.flags | re.DOTALL)
     return [float(dotall.fullmatch(text.strip()) is not None) for text in texts]
 
@@ -158,8 +157,7 @@ def overlong(
     if buffer > max_completion_length:
         message = f"overlong: buffer {buffer} is more than max_completion_length {max_completion_length}"
         raise UsageError(message, key="cogumi.rewards", fix="lower it")
-    scores: list[float] = get_soft_overlong_punishment(max_completion_length, buffer)(completion_ids=completion_ids)
-    return scores
+    return get_soft_overlong_punishment(max_completion_length, buffer)(completion_ids=completion_ids)
 
 
 def thought_price(

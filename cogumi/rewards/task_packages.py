@@ -15,6 +15,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import one_line
@@ -104,15 +106,12 @@ def load_task(package: str, name: str, options: str) -> Any:
 
 
 def make_rows(package: str, name: str, options: str) -> list[dict[str, Any]]:
-    import numpy as np
-
     loaded, rows = load_task(package, name, options), []
     for entry in map(loaded.__getitem__, range(len(loaded))) if package == "reasoning_gym" else loaded.get_dataset():
         prompt = entry.get("prompt") or [{"role": "user", "content": entry["question"]}]
         row = {"prompt": without_nulls(prompt), "completion": entry.get("answer"), "package": package, "task": name}
-        with np.printoptions(
-            legacy="1.25"
-        ):  # NumPy's numbers and texts as Python's. JSON would turn tuples into lists.
+        # NumPy's numbers and texts as Python's. JSON would turn tuples into lists.
+        with np.printoptions(legacy="1.25"):
             rows.append({**row, "options": options, "entry": repr(entry)})
     return rows
 

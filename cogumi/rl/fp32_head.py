@@ -76,7 +76,6 @@ def project_in_fp32(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def unwrap_peft(model: Any) -> Any:
-    """Return the transformers model, out of its PEFT wrapper if it has one."""
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
@@ -108,8 +107,7 @@ def require_unsloth_in_fp32() -> None:
     scorer = inspect.signature(scorers.chunked_hidden_states_selective_log_softmax)
     flag = scorer.parameters.get("fp32_lm_head")
     if flag is None or flag.default is not True:
-        raise UsageError(
-            "cogumi.fp32_lm_head: true needs UNSLOTH_VLLM_FP32_LM_HEAD=1 in the environment before "
-            "unsloth is imported (unsloth 2026.10.9 or newer)",
-            fix="set it and start again",
+        needed = (
+            "UNSLOTH_VLLM_FP32_LM_HEAD=1 in the environment before unsloth is imported (unsloth 2026.10.9 or newer)"
         )
+        raise UsageError(f"cogumi.fp32_lm_head: true needs {needed}", fix="set it and start again")

@@ -15,7 +15,7 @@ from cogumi.core.errors import UsageError
 from cogumi.patches.trl_internals import tokenized_prompts
 from cogumi.rewards.named_rewards import try_reward
 from cogumi.rl.loss_check import CLIPPED, Backend, backend_of
-from cogumi.rl.sampling import reshaping_settings, uses_rollout_logps
+from cogumi.rl.sampling import reshaping_settings
 
 SUMMED_OVER_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")  # a sequence weighs as much as it is long
 LARGEST_SEQUENCE_EPSILON = 0.05
@@ -65,7 +65,6 @@ def accepted_by(trainer: Any) -> frozenset[str]:
 
 
 def format_accept_call(name: str, beside: frozenset[str]) -> str:
-    """Return the call that accepts `name` beside what was accepted before."""
     return f"cogumi.patch(accept={sorted({name, *beside})})"
 
 
@@ -102,7 +101,7 @@ def find_problems(trainer: Any) -> list[GuardFinding]:
     Prompts of a streamed data set, of environments and of images are not known before the rollout and pass.
     """
     args, dataset = trainer.args, trainer.train_dataset
-    backend, rollout_logps = backend_of(trainer), uses_rollout_logps(trainer)
+    backend, rollout_logps = backend_of(trainer), getattr(trainer, "cogumi_behaviour_logps", "") == "rollout"
     findings = [*check_dropout(trainer.model, clips_sequences(args)), *check_pad_token(trainer, backend)]
     findings += check_loss_settings(args, backend)
     corrected = args.use_vllm and args.vllm_importance_sampling_correction

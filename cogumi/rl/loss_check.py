@@ -31,6 +31,12 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL 1.15's losses with
 WITH_FORMULA = (*CLIPPED, "cispo", "sapo", "vespo")
 # Shapes of the soft clips, named after their losses.
 GATES = tuple(f"{name}_{sign}" for name in ("sapo_temperature", "vespo_k", "vespo_lambda") for sign in ("pos", "neg"))
+# The settings that TRL's loss reads off the trainer, and off its arguments.
+OF_TRAINER = (
+    "loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "beta", "temperature", "max_completion_length",
+    "current_gradient_accumulation_steps",
+)  # fmt: skip
+OF_ARGS = ("delta", "use_bias_correction_kl", "steps_per_generation")
 TOLERANCE = 1e-4  # relative; the losses are computed in float32 from sums of up to thousands of terms
 LAST_STEP = 100  # by which a clip that has not acted is not waited for any longer
 BOUNDARY = 1e-6  # a ratio this close to the clip may fall on either side of it in another precision
@@ -105,20 +111,11 @@ def read_trl_inputs(trainer: Any, inputs: dict[str, Any], new: Tensor) -> LossIn
         advantages=inputs["advantages"],
         function=getattr(type(trainer), INNER_LOSS),
         arguments={
-            "loss_type": trainer.loss_type,
-            "importance_sampling_level": trainer.importance_sampling_level,
-            "epsilon_low": trainer.epsilon_low,
-            "epsilon_high": trainer.epsilon_high,
-            "delta": trainer.args.delta,
-            "beta": trainer.beta,
-            "temperature": trainer.temperature,
-            "use_bias_correction_kl": trainer.args.use_bias_correction_kl,
-            "max_completion_length": trainer.max_completion_length,
+            **{name: getattr(trainer, name) for name in OF_TRAINER},
+            **{name: getattr(trainer.args, name) for name in OF_ARGS},
+            **{name: getattr(trainer.args, name) for name in GATES if name.startswith(trainer.loss_type)},
             "num_items_in_batch": inputs.get("num_items_in_batch"),
             "num_processes": trainer.accelerator.num_processes,
-            "current_gradient_accumulation_steps": trainer.current_gradient_accumulation_steps,
-            "steps_per_generation": trainer.args.steps_per_generation,
-            **{name: getattr(trainer.args, name) for name in GATES if name.startswith(trainer.loss_type)},
         },
         weight=inputs.get("importance_sampling_ratio") if corrected else None,
     )

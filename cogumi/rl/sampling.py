@@ -30,16 +30,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from cogumi.core.errors import UsageError
 from cogumi.models.completion import cut_at_stop
 from cogumi.patches import replaced
-from cogumi.patches.trl_internals import (
-    CALCULATE_REWARDS,
-    GENERATE,
-    GENERATE_TURN,
-    TOKEN_LOGPS,
-    logged_metrics,
-    observe_rollouts,
-    rollout_mode,
-    wrap_method,
-)
+from cogumi.patches import trl_internals as internals
 from cogumi.patches.vllm_engine import computing_dtype, observe_generation, score
 from cogumi.rewards.functions import Reward, read_scores, with_columns
 from cogumi.rl.loss_check import backend_of
@@ -55,11 +46,9 @@ def stop_rollouts_at(trainer: Any, stops: Sequence[str]) -> None:
     trainer.eos_token_ids = list(dict.fromkeys([*trainer.eos_token_ids, *tokens.values()]))
     strings = [stop for stop in stops if stop not in tokens]
     if strings and trainer.args.mask_truncated_completions:
-        raise UsageError(
-            f"TRL would mask completions that end at {strings[0]!r} too",
-            key="train.mask_truncated_completions",
-            fix="drop one of the two, or stop at tokens of the vocabulary only",
-        )
+        message = f"TRL would mask completions that end at {strings[0]!r} too"
+        fix = "drop one of the two, or stop at tokens of the vocabulary only"
+        raise UsageError(message, key="train.mask_truncated_completions", fix=fix)
     key = "stop_token_ids" if trainer.use_vllm else "eos_token_id"
     if key in (trainer.args.generation_kwargs or {}):
         raise UsageError(f"train.generation_kwargs.{key} and cogumi.stop say the same", fix="drop one")
@@ -107,7 +96,7 @@ def stop_generation_at(trainer: Any, strings: Sequence[str]) -> None:
             completions, *more = generate_turn(*args, **kwargs)
         return [without_padding(ids) for ids in completions], *more
 
-    wrap_method(trainer, GENERATE_TURN, generate_and_cut)
+    internals.wrap_method(trainer, internals.GENERATE_TURN, generate_and_cut)
 
 
 def ends_in_stop(trainer: Any, ids: list[int], strings: Sequence[str]) -> bool:
@@ -124,14 +113,14 @@ def correct_length_metrics(trainer: Any, strings: Sequence[str]) -> None:
         completions = result[1]
         ends = (*trainer.eos_token_ids, trainer.processing_class.pad_token_id)
         lengths = [len(ids) for ids in completions if ids[-1] in ends or ends_in_stop(trainer, ids, strings)]
-        logged = logged_metrics(trainer, rollout_mode(trainer))
+        logged = internals.logged_metrics(trainer, internals.rollout_mode(trainer))
         logged["completions/clipped_ratio"][-1] = 1 - len(lengths) / len(completions)
         logged["completions/mean_terminated_length"][-1] = sum(lengths) / max(1, len(lengths))
         logged["completions/min_terminated_length"][-1] = float(min(lengths, default=0))
         logged["completions/max_terminated_length"][-1] = float(max(lengths, default=0))
         return result
 
-    wrap_method(trainer, GENERATE, generate_and_correct)
+    internals.wrap_method(trainer, internals.GENERATE, generate_and_correct)
 
 
 def strip_stops(reward: Reward, stops: Sequence[str]) -> Reward:
@@ -195,11 +184,6 @@ def use_rollout_logps(trainer: Any) -> None:
     trainer.cogumi_behaviour_logps = "rollout"
 
 
-def uses_rollout_logps(trainer: Any) -> bool:
-    """Return whether `use_rollout_logps` was applied."""
-    return getattr(trainer, "cogumi_behaviour_logps", "trainer") == "rollout"
-
-
 class SampledLogps(LogitsProcessor):
     """Record the log-probability of each token that `generate` samples; the scores pass through unchanged.
 
@@ -224,11 +208,6 @@ class SampledLogps(LogitsProcessor):
             self.steps.append(self.waiting.gather(1, sequences[:, -1:]).squeeze(1))
             self.waiting = None
 
-    def per_completion(self, completions: list[list[int]]) -> list[list[float]]:
-        """Return log-probabilities of each completion's tokens, in nats, without those drawn after its end."""
-        rows = torch.stack(self.steps, dim=1).tolist()
-        return [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
-
 
 def record_sampled_logps(trainer: Any) -> None:
     """Have each turn return the sampler's log-probabilities where TRL returns None."""
@@ -239,9 +218,10 @@ def record_sampled_logps(trainer: Any) -> None:
         sampled = SampledLogps(1.0 if temperature is None else float(temperature))
         with record_logps(trainer.accelerator.unwrap_model(trainer.model_wrapped), sampled):
             completions, _ = generate_turn(*args, **kwargs)
-        return completions, sampled.per_completion(completions)
+        rows = torch.stack(sampled.steps, dim=1).tolist()  # with those drawn after a completion's end
+        return completions, [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
 
-    wrap_method(trainer, GENERATE_TURN, turn_with_logps)
+    internals.wrap_method(trainer, internals.GENERATE_TURN, turn_with_logps)
 
 
 def record_logps(model: Any, sampled: SampledLogps) -> AbstractContextManager[None]:
@@ -265,7 +245,7 @@ def use_sampled_as_old(trainer: Any) -> None:
         trainer.args.delta = float("inf")
 
     def score_with_rollout_logps(make: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
-        mode = rollout_mode(trainer)
+        mode = internals.rollout_mode(trainer)
         batch = make(inputs)
         sampled = batch.get("sampling_per_token_logps")
         if sampled is None:
@@ -275,7 +255,7 @@ def use_sampled_as_old(trainer: Any) -> None:
         counted = unscored & (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         # Gathered, so that the processes agree on whether there is a forward pass: under FSDP it needs all of them.
         total = int(trainer.accelerator.gather(counted.sum()).sum())
-        logged_metrics(trainer, mode)["sampling/unscored_tokens"].append(total)
+        internals.logged_metrics(trainer, mode)["sampling/unscored_tokens"].append(total)
         if backend == "unsloth":
             # unsloth packs rows to the left before its loss; only what it knows as sampled is packed with them. It
             # gives unscored tokens the new log-probability itself.
@@ -289,15 +269,16 @@ def use_sampled_as_old(trainer: Any) -> None:
         batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
         return batch
 
-    observe_rollouts(trainer, score_with_rollout_logps)
+    internals.observe_rollouts(trainer, score_with_rollout_logps)
 
 
 def compute_trainer_logps(trainer: Any, batch: dict[str, Any], mode: str) -> Tensor:
     """Return (B, T) log-probabilities of a rollout's completions under the trained weights, without a graph."""
     if (computed := batch.get("old_per_token_logps")) is not None:
         return computed
-    args, compute = trainer.args, getattr(trainer, TOKEN_LOGPS)
-    images = inspect.signature(getattr(type(trainer), TOKEN_LOGPS)).parameters  # named as the rollout's entries
+    args, compute = trainer.args, getattr(trainer, internals.TOKEN_LOGPS)
+    # Images are named as the rollout's entries.
+    images = inspect.signature(getattr(type(trainer), internals.TOKEN_LOGPS)).parameters
     with torch.no_grad():
         result = compute(
             trainer.model,
@@ -330,10 +311,12 @@ def leave_out_unscored(trainer: Any) -> None:
         everywhere = trainer.accelerator.gather(here)
         scores[everywhere] = math.nan
         if everywhere.any():
-            logged_metrics(trainer, rollout_mode(trainer))[NOT_SCORED].append(float(everywhere.float().mean()))
+            internals.logged_metrics(trainer, internals.rollout_mode(trainer))[NOT_SCORED].append(
+                float(everywhere.float().mean())
+            )
         return scores
 
-    wrap_method(trainer, CALCULATE_REWARDS, calculate)
+    internals.wrap_method(trainer, internals.CALCULATE_REWARDS, calculate)
 
 
 def note_unscored(reward: Reward, unscored: set[int]) -> Reward:
@@ -398,7 +381,7 @@ def check_sampler(trainer: Any) -> None:
     trainer.cogumi_checks_sampler = True
     check = SamplerCheck(trainer)
     observe_generation(trainer.vllm_generation, check.score_texts)
-    observe_rollouts(trainer, check.on_rollout)
+    internals.observe_rollouts(trainer, check.on_rollout)
 
 
 class SamplerCheck:
@@ -426,8 +409,8 @@ class SamplerCheck:
 
     def on_rollout(self, make: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
         batch = make(inputs)
-        if rollout_mode(self.trainer) == "train":
-            logged = logged_metrics(self.trainer, "train")
+        if internals.rollout_mode(self.trainer) == "train":
+            logged = internals.logged_metrics(self.trainer, "train")
             self.rollouts += 1
             if not self.trainer.vllm_importance_sampling_correction:
                 for name, value in self.compare_rollout(batch).items():
@@ -453,9 +436,12 @@ class SamplerCheck:
             return {}
         now, self.sampled = Scores(self.sampled, score_by_trainer(self.trainer.model, self.texts)), None
         if self.last is None:
-            base = score_by_base(self.trainer.model, self.texts)
-            # An engine that was never given the adapter is at the base, and so is an adapter of zeros.
-            self.since = [now if base is None else Scores(base, base)]
+            self.since = [now]
+            if isinstance(self.trainer.model, PeftModel):
+                # An engine that was never given the adapter is at the base, and so is an adapter of zeros.
+                with self.trainer.model.disable_adapter():
+                    base = score_by_trainer(self.trainer.model, self.texts)
+                self.since = [Scores(base, base)]
         changes = [(now.trainer - scores.trainer, now.sampler - scores.sampler) for scores in self.since]
         lags = [
             max(0.0, mean_absolute(sampler - trainer) - ALLOWED_LAG * self.noise) / mean_absolute(trainer)
@@ -517,11 +503,3 @@ def score_by_trainer(model: Any, texts: list[list[int]]) -> Tensor:
         logps = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         scores.append(logps.gather(1, ids[0, 1:, None])[:, 0].double().cpu())
     return torch.cat(scores)
-
-
-def score_by_base(model: Any, texts: list[list[int]]) -> Tensor | None:
-    """Return the same without the adapter; None for a model that has none."""
-    if not isinstance(model, PeftModel):
-        return None
-    with model.disable_adapter():
-        return score_by_trainer(model, texts)

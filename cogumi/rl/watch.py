@@ -20,31 +20,11 @@ from cogumi.core.errors import UsageError
 from cogumi.core.random_state import kept_random_state
 from cogumi.core.run_directory import write_json
 from cogumi.patches import replaced
+from cogumi.patches import trl_internals as internals
 from cogumi.patches.gspo_loss import loss_name
-from cogumi.patches.trl_internals import (
-    INNER_LOSS,
-    PREPARE_INPUTS,
-    TOKEN_LOGPS,
-    discard_metrics,
-    logged_completions,
-    logged_metrics,
-    observe_rollouts,
-    rollout_position,
-    wrap_method,
-)
 from cogumi.rewards.named_rewards import as_annotated
+from cogumi.rl import loss_check
 from cogumi.rl.guards import OWN_OBJECTIVE, accepted_by, format_accept_call, guard_trainer, is_run_trainer
-from cogumi.rl.loss_check import (
-    LossCheck,
-    LossInputs,
-    WrongLossError,
-    backend_of,
-    capture_loss_inputs,
-    capture_unsloth_loss,
-    is_per_sequence,
-    list_unchecked_terms,
-    sequence_log_ratio,
-)
 from cogumi.rl.sampling import check_sampler
 
 log = logging.getLogger("cogumi")
@@ -78,15 +58,15 @@ class LossWatch(TrainerCallback):
     def __init__(self, trainer: Any, record: Path) -> None:
         self.trainer, self.record = trainer, record
         self.metrics = PolicyMetrics()
-        self.proof: LossCheck | None = None
+        self.proof: loss_check.LossCheck | None = None
         self.guarded, self.first_step = False, True
         self.rollout_step = 0
         trainer.reward_funcs = [as_annotated(reward) for reward in trainer.reward_funcs]
         self.compute_loss, trainer.compute_loss = trainer.compute_loss, self.compute_watched_loss
         check_sampler(trainer)
-        observe_rollouts(trainer, self.on_rollout)
-        wrap_method(trainer, "log", self.log_clip_coefficient)
-        if backend_of(trainer) == "unsloth":
+        internals.observe_rollouts(trainer, self.on_rollout)
+        internals.wrap_method(trainer, "log", self.log_clip_coefficient)
+        if loss_check.backend_of(trainer) == "unsloth":
             score_old_by_training_pass(trainer, self.compute_loss)
 
     def guard(self) -> None:
@@ -97,8 +77,8 @@ class LossWatch(TrainerCallback):
             log.warning("%s", warning)
         user_function = self.find_user_function()
         if OWN_OBJECTIVE in accepted_by(self.trainer):
-            objective = user_function or getattr(type(self.trainer), INNER_LOSS)
-            self.proof = LossCheck({}, [OWN_OBJECTIVE], objective, own_objective=True)
+            objective = user_function or getattr(type(self.trainer), internals.INNER_LOSS)
+            self.proof = loss_check.LossCheck({}, [OWN_OBJECTIVE], objective, own_objective=True)
             log.warning("accepted (%s): %s.%s computes the loss, and is compared with no formula",
                         OWN_OBJECTIVE, objective.__module__, objective.__qualname__)  # fmt: skip
         else:
@@ -107,19 +87,19 @@ class LossWatch(TrainerCallback):
             names = ("loss_type", "importance_sampling_level", "delta", "beta")
             expected = {name: getattr(args, name) for name in names}
             expected |= {"epsilon_low": args.epsilon, "epsilon_high": high}
-            self.proof = LossCheck(expected, list_unchecked_terms(self.trainer), user_function)
+            self.proof = loss_check.LossCheck(expected, loss_check.list_unchecked_terms(self.trainer), user_function)
         self.guarded = True
 
     def find_user_function(self) -> Any:
         """Return the user's function that the loss comes out of, the outer one of two; None where there is none."""
-        inner = getattr(self.trainer, INNER_LOSS, None)
+        inner = getattr(self.trainer, internals.INNER_LOSS, None)
         candidates = [self.trainer.compute_loss, self.compute_loss, inner]  # the first may be set over the watch's own
         for method in candidates:
             function = inspect.unwrap(getattr(method, "__func__", method)) if method is not None else None
             # unsloth's trainers are in modules that are named after them.
             if function is None or function.__module__.lower().startswith(LIBRARIES):
                 continue
-            if method is not inner or backend_of(self.trainer) == "trl":
+            if method is not inner or loss_check.backend_of(self.trainer) == "trl":
                 return function
             if OWN_OBJECTIVE in accepted_by(self.trainer):
                 fix = "override compute_loss instead"
@@ -130,7 +110,7 @@ class LossWatch(TrainerCallback):
         self.guard()
         # One that is resumed inside a rollout has its completions from the checkpoint: they were made some steps ago.
         rollout = args.steps_per_generation * self.trainer.num_iterations
-        micro_batches = rollout_position(self.trainer)[0] % rollout
+        micro_batches = internals.rollout_position(self.trainer)[0] % rollout
         self.rollout_step = state.global_step - micro_batches // args.gradient_accumulation_steps
 
     def log_clip_coefficient(self, log_row: Callable[..., None], logs: dict[str, Any], *more: Any) -> None:
@@ -146,8 +126,8 @@ class LossWatch(TrainerCallback):
             self.rollout_step = self.trainer.state.global_step
         batch = make(inputs)
         if self.trainer.model.training:
-            advantages = list(logged_completions(self.trainer).get("advantages", ()))  # of all processes
-            logged = logged_metrics(self.trainer, "train")
+            advantages = list(internals.logged_completions(self.trainer).get("advantages", ()))  # of all processes
+            logged = internals.logged_metrics(self.trainer, "train")
             for name in ADVANTAGES if advantages else ():  # a trainer with rollouts of its own may log none
                 logged[name] = [ADVANTAGES[name]([*logged[name], *advantages])]
         return batch
@@ -155,7 +135,7 @@ class LossWatch(TrainerCallback):
     def compute_watched_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         if not self.trainer.model.training:
             return self.compute_loss(model, inputs, *args, **kwargs)
-        with capture_loss_inputs(self.trainer, inputs) as calls:
+        with loss_check.capture_loss_inputs(self.trainer, inputs) as calls:
             loss: Tensor = self.compute_loss(model, inputs, *args, **kwargs)
         config = self.trainer.args
         documents = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
@@ -173,20 +153,22 @@ class LossWatch(TrainerCallback):
         scaler = self.trainer.accelerator.scaler
         try:
             record = self.proof.check(scale=scaler.get_scale() if scaler is not None else 1.0)
-        except WrongLossError as error:
+        except loss_check.WrongLossError as error:
             self.guarded = False  # a training that is begun again is checked again
             if is_run_trainer(self.trainer):
                 raise
             accept = format_accept_call(OWN_OBJECTIVE, accepted_by(self.trainer))
-            raise WrongLossError(f"{error}; where the objective, or a term of it, is your own: {accept}") from None
+            raise loss_check.WrongLossError(
+                f"{error}; where the objective, or a term of it, is your own: {accept}"
+            ) from None
         self.proof = None if self.proof.is_complete else self.proof
         if self.trainer.accelerator.is_main_process:
             self.record.parent.mkdir(parents=True, exist_ok=True)
-            about = {"loss": loss_name(self.trainer.args), "backend": backend_of(self.trainer)}
+            about = {"loss": loss_name(self.trainer.args), "backend": loss_check.backend_of(self.trainer)}
             write_json(self.record, about | {"accepted": sorted(accepted_by(self.trainer))} | record)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        logged, metrics = logged_metrics(self.trainer, "train"), self.metrics.take(self.trainer.accelerator)
+        logged, metrics = internals.logged_metrics(self.trainer, "train"), self.metrics.take(self.trainer.accelerator)
         on_policy = self.rollout_step == self.trainer.state.global_step - 1
         if self.first_step and on_policy and metrics.get(f"{PREFIX}clipped_ratio_fraction", 0.0) > 0:
             log.warning(
@@ -194,7 +176,7 @@ class LossWatch(TrainerCallback):
                 "learned: sampler's and trainer's numerics differ. %s, or widen the clip",
                 max(metrics[f"{PREFIX}max_ratio"] - 1, 1 - metrics[f"{PREFIX}min_ratio"]),
                 100 * metrics[f"{PREFIX}clipped_ratio_fraction"],
-                EXACT_TRL if backend_of(self.trainer) == "unsloth" else FP32_HEAD,
+                EXACT_TRL if loss_check.backend_of(self.trainer) == "unsloth" else FP32_HEAD,
             )
         self.first_step = False
         for name, value in metrics.items():
@@ -218,7 +200,7 @@ class PolicyMetrics:
         self.sums: dict[str, Tensor] = {}
         self.extremes: Tensor | None = None  # (2,): the largest ratio, and the smallest times -1
 
-    def add(self, call: LossInputs, staleness: float) -> None:
+    def add(self, call: loss_check.LossInputs, staleness: float) -> None:
         """Add one micro-batch. staleness: documents trained on since the policy that wrote it."""
         with torch.no_grad():
             sums, extremes = reduce_micro_batch(call, staleness)
@@ -243,7 +225,7 @@ class PolicyMetrics:
         return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def reduce_micro_batch(call: LossInputs, staleness: float) -> tuple[dict[str, Tensor], Tensor]:
+def reduce_micro_batch(call: loss_check.LossInputs, staleness: float) -> tuple[dict[str, Tensor], Tensor]:
     """Return sums by name, and the largest ratio and the largest negative one (2,), of one micro-batch, float64."""
     keep = call.mask > 0
     mask = keep.double()
@@ -256,8 +238,8 @@ def reduce_micro_batch(call: LossInputs, staleness: float) -> tuple[dict[str, Te
         # A masked position may hold anything, infinities included.
         return (torch.where(keep, tokens.detach().double(), 0.0) * weight).sum()
 
-    if is_per_sequence(call):
-        log_ratio = torch.where(nonempty, sequence_log_ratio(call).double(), 0.0)
+    if loss_check.is_per_sequence(call):
+        log_ratio = torch.where(nonempty, loss_check.sequence_log_ratio(call).double(), 0.0)
         share = ratio_weight = documents
     else:
         log_ratio = torch.where(keep, (call.new.detach() - call.old_logps()).double(), 0.0)
@@ -301,21 +283,26 @@ def score_old_by_training_pass(trainer: Any, compute_loss: Callable[..., Tensor]
 
     def make_unscored(make: Callable[[Any], Any], inputs: Any) -> Any:
         skip = trainer.model.training and trainer.beta == 0  # else the same method scores the reference as well
-        with replaced(trainer, {TOKEN_LOGPS: placeholder} if skip else {}):
+        with replaced(trainer, {internals.TOKEN_LOGPS: placeholder} if skip else {}):
             return make(inputs)
 
     def prepare(prepare_inputs: Callable[[Any], Any], batch: Any) -> Any:
-        before = rollout_position(trainer)[1]
+        before = internals.rollout_position(trainer)[1]
         inputs = prepare_inputs(batch)
-        rollout = rollout_position(trainer)[1]
+        rollout = internals.rollout_position(trainer)[1]
         for micro_batch in rollout if rollout is not before else ():
             if "old_per_token_logps" not in micro_batch:  # the loss takes `new.detach()`
                 continue
             context = trainer.compute_loss_context_manager()
-            with discard_metrics(trainer), kept_random_state(), capture_unsloth_loss(trainer) as calls, context:
+            with (
+                internals.discard_metrics(trainer),
+                kept_random_state(),
+                loss_check.capture_unsloth_loss(trainer) as calls,
+                context,
+            ):
                 compute_loss(trainer.model, dict(micro_batch))
             micro_batch["old_per_token_logps"] = calls[0].new.detach().clone()
         return inputs
 
-    observe_rollouts(trainer, make_unscored)
-    wrap_method(trainer, PREPARE_INPUTS, prepare)
+    internals.observe_rollouts(trainer, make_unscored)
+    internals.wrap_method(trainer, internals.PREPARE_INPUTS, prepare)

@@ -12,16 +12,8 @@ from cogumi.config.source import Config
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import format_command
 from cogumi.core.notices import show_import
+from cogumi.stack import gpus
 from cogumi.stack.gpu_health import wait_for_gpus
-from cogumi.stack.gpus import (
-    count_launched,
-    count_processes,
-    keep_compiled_code,
-    refuse_missing_gpus,
-    refuse_ranks,
-    share_cores,
-    use_one_gpu,
-)
 
 if TYPE_CHECKING:
     from cogumi.config.schema import RunConfig
@@ -46,22 +38,22 @@ def train(config: Config, **overrides: Any) -> "RunResult":
 
 def train_run(run: "RunConfig") -> "RunResult":
     """`cogumi.train` with a configuration that is read and validated."""
-    if (count := count_processes(run.cogumi.processes, os.environ)) > 1:
+    if (count := gpus.count_processes(run.cogumi.processes, os.environ)) > 1:
         from cogumi.methods.step_split import refuse_unshared
 
         refuse_unshared(run, count)
-    if (count > 1 or run.cogumi.restarts) and not count_launched(os.environ):
+    if (count > 1 or run.cogumi.restarts) and not gpus.count_launched(os.environ):
         from cogumi.runs.restarts import train_with_restarts
 
         if count > 1:
-            refuse_missing_gpus(count, os.environ)
+            gpus.refuse_missing_gpus(count, os.environ)
         return train_with_restarts(run, count)
     return train_here(run)
 
 
 def train_here(run: "RunConfig") -> "RunResult":
     """Train in this process, as the only one or as one of those that a launcher started."""
-    use_one_gpu()
+    gpus.use_one_gpu()
     wait_for_gpus()  # the run looks again and logs it
     with import_backend(run):
         from cogumi.training import train as train_in_process
@@ -111,9 +103,9 @@ def import_backend(run: "RunConfig", other_machine: bool = False) -> Iterator[No
         run: The configuration.
         other_machine: The run will train on another machine, so unsloth need not be installed here.
     """
-    use_one_gpu()
-    keep_compiled_code()
-    share_cores()
+    gpus.use_one_gpu()
+    gpus.keep_compiled_code()
+    gpus.share_cores()
     with show_import():
         from cogumi.models.unsloth_models import choose_backend
         from cogumi.patches import unsloth_rl
@@ -131,7 +123,7 @@ def validate_config(config: Config, overrides: Mapping[str, Any], for_training: 
 
     run, origins = read_config(config, overrides)
     if for_training:
-        refuse_ranks(os.environ, run.cogumi.processes, format_command(sys.argv))
+        gpus.refuse_ranks(os.environ, run.cogumi.processes, format_command(sys.argv))
     if (name := run.model.name) and not HUB_NAME.fullmatch(name) and not Path(name).is_dir():
         near = nearest(Path(name).name, (path.name for path in Path(name).parent.glob("*/")))
         hint = f"; there is {Path(name).parent / near}" if near else ""

@@ -19,16 +19,7 @@ from cogumi.core.notices import show_seconds
 from cogumi.core.redact import VisibleFormatter
 from cogumi.core.run_directory import CHECKPOINT, PAUSE, PAUSED, START, STOP, is_running, read_jsonl, same_process
 from cogumi.core.worker import kill_with_children
-from cogumi.telemetry.status import (
-    BROKEN_OFF,
-    Status,
-    describe_resume,
-    format_headline,
-    format_sentence,
-    read_json_or_empty,
-    status_of,
-    tail_lines,
-)
+from cogumi.telemetry import status as run_status
 
 if TYPE_CHECKING:
     from cogumi.notebook.chat import Answers
@@ -46,14 +37,14 @@ class Run:
     run_dir: Path
 
     def __str__(self) -> str:
-        return format_headline(self.status())
+        return run_status.format_headline(self.status())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # as the last word of a cell
         printer.text(str(self))
 
-    def status(self) -> Status:
+    def status(self) -> run_status.Status:
         """How it stands now. Raises UsageError where the directory holds no run any more."""
-        return status_of(self.run_dir)
+        return run_status.status_of(self.run_dir)
 
     def metrics(self) -> list[dict[str, Any]]:
         """What was logged so far, in order; each row with its step and time."""
@@ -99,7 +90,7 @@ class Run:
 
     def logs(self, last: int = 50) -> str:
         """The last lines of what the run said: decisions with their reasons, warnings, and the traceback if it failed."""
-        return "\n".join(tail_lines(Path(self.status().log), size=last * 1000)[-last:])
+        return "\n".join(run_status.tail_lines(Path(self.status().log), size=last * 1000)[-last:])
 
     def follow(self, last: int = 20) -> Iterator[str]:
         """The last lines of the log, and then each piece of text as it is written, until the run has ended."""
@@ -118,7 +109,7 @@ class Run:
                 if not text:
                     time.sleep(POLL_SECONDS)
 
-    def wait(self, timeout: float | None = None) -> Status:
+    def wait(self, timeout: float | None = None) -> run_status.Status:
         """Wait until the run has ended, and show how far it is. An interrupt ends the waiting, never the run.
 
         What follows its verdict (the report, the end of its mirror) is waited for as well where it has a process of its own.
@@ -137,13 +128,13 @@ class Run:
                 bar.total = status.steps
                 bar.set_postfix_str(status.stage or status.state, refresh=False)
                 bar.update((status.step or 0) - bar.n)
-        started = read_json_or_empty(self.run_dir / START)
+        started = run_status.read_json_or_empty(self.run_dir / START)
         if is_running(started):  # with cogumi.restarts it is the parent of the one that trained
             detached = replace(status, **{key: started[key] for key in ("pid", "host", "began")})
             wait_for_end(detached, CLOSING_SECONDS)
         return status
 
-    def _statuses(self, until: float) -> Iterator[Status]:
+    def _statuses(self, until: float) -> Iterator[run_status.Status]:
         """Yield the status, again and again until the run has ended. Raises TimeoutError after `until`."""
         while True:
             status = self.status()
@@ -151,10 +142,10 @@ class Run:
             if status.ended:
                 return
             if time.monotonic() > until:
-                raise TimeoutError(f"{format_headline(status)}; it is still at work")
+                raise TimeoutError(f"{run_status.format_headline(status)}; it is still at work")
             time.sleep(POLL_SECONDS)
 
-    def stop(self, kill_after: float | None = None) -> Status:
+    def stop(self, kill_after: float | None = None) -> run_status.Status:
         """Ask the run to save its last finished step and end (SIGTERM); wait until it has, and say what was saved.
 
         A run that is asked twice ends at once, without saving. kill_after: end it with SIGKILL if it takes longer, in
@@ -163,7 +154,7 @@ class Run:
         status = self.status()
         with show_log():
             if status.ended:
-                log.info("%s; there is nothing to stop", format_headline(status))
+                log.info("%s; there is nothing to stop", run_status.format_headline(status))
                 return status
             process = self.ask_to_stop()
             log.info("%s: asked to save its last finished step and end (asked again, it ends at once)", self.run_dir)
@@ -173,7 +164,7 @@ class Run:
                 kill_with_children(process.pid)
                 wait_for_end(status, None)
             status = self.status()
-            log.info("%s", format_sentence(status))
+            log.info("%s", run_status.format_sentence(status))
         return status
 
     def ask_to_stop(self) -> psutil.Process:
@@ -205,33 +196,35 @@ class Run:
         """End a pause, and take back one that the run has not come to. Raises UsageError where there is neither."""
         status, paths = self._status_at_work(), [self.run_dir / name for name in (PAUSE, PAUSED)]
         if not any(path.exists() for path in paths):
-            raise UsageError(format_headline(status), fix="it is not paused")
+            raise UsageError(run_status.format_headline(status), fix="it is not paused")
         for path in paths:
             path.unlink(missing_ok=True)
 
     def _request(self, name: str) -> None:
         status = self._status_at_work()
         if (self.run_dir / PAUSED).exists():
-            raise UsageError(format_headline(status), fix="it waits already: `cogumi unpause` ends the pause")
+            raise UsageError(
+                run_status.format_headline(status), fix="it waits already: `cogumi unpause` ends the pause"
+            )
         (self.run_dir / name).touch()
 
-    def _status_at_work(self) -> Status:
+    def _status_at_work(self) -> run_status.Status:
         """Return the status. Raises UsageError if the run has ended."""
         status = self.status()
         if status.ended:
-            but = f"; {describe_resume(status)}" if status.state in BROKEN_OFF else ""
-            raise UsageError(format_headline(status), fix=f"this run is not training{but}")
+            but = f"; {run_status.describe_resume(status)}" if status.state in run_status.BROKEN_OFF else ""
+            raise UsageError(run_status.format_headline(status), fix=f"this run is not training{but}")
         return status
 
 
 def attach(run_dir: str | os.PathLike[str]) -> Run:
     """The run in a directory, under way or over. Raises UsageError, with the nearest name, where there is none."""
     path = Path(run_dir)
-    status_of(path)
+    run_status.status_of(path)
     return Run(path.absolute())
 
 
-def wait_for_end(status: Status, seconds: float | None) -> bool:
+def wait_for_end(status: run_status.Status, seconds: float | None) -> bool:
     """Wait until the process of a status is over, and its supervisor, if it has one, has said how. False: it takes longer."""
     until = math.inf if seconds is None else time.monotonic() + seconds
     while is_running(status.process):
@@ -240,7 +233,7 @@ def wait_for_end(status: Status, seconds: float | None) -> bool:
         time.sleep(POLL_SECONDS)
     until = time.monotonic() + SUPERVISOR_SECONDS
     while time.monotonic() < until:
-        started = read_json_or_empty(Path(status.run_dir) / START)
+        started = run_status.read_json_or_empty(Path(status.run_dir) / START)
         if not same_process(started, status.process) or "exit" in started:
             break
         time.sleep(POLL_SECONDS / 5)

@@ -170,9 +170,8 @@ def describe_failed_rank(ranks: list[Rank], rank: int, place: Path, run_dir: Pat
     known = {"retriable": False, **known_death(ranks[rank].returncode, oom_kills, text)}
     known["retriable"] |= ranks[rank].returncode == EXIT_RETRY
     recorded = read_json_or_empty(status)
-    if (
-        recorded.get("pid") == ranks[rank].pid and recorded["state"] not in AT_WORK
-    ):  # as after an end by the run's watch
+    # As after an end by the run's watch.
+    if recorded.get("pid") == ranks[rank].pid and recorded["state"] not in AT_WORK:
         return RunFailed(f"{recorded['state']}: {recorded.get('reason')}", known["retriable"])
     died = f"process {rank} of {len(ranks)} {describe_death(ranks[rank].returncode, output)}"
     if status.exists():

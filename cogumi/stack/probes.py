@@ -198,16 +198,10 @@ def flash_attention(device: str = "cuda") -> tuple[str | None, str]:
 
 
 PROBES: dict[str, Callable[[str], list[Reading]]] = {
-    "torch": probe_torch,
-    "matmul": probe_matmul,
-    "triton": probe_triton,
-    "torchvision": partial(probe_import, "torchvision"),
-    "bitsandbytes": probe_bitsandbytes,
-    "flash_attn": probe_flash_attn,
-    "hub_flash_attn": probe_hub_flash_attn,
-    "xformers": partial(probe_import, "xformers"),
-    "unsloth": partial(probe_import, "unsloth"),
-}
+    "torch": probe_torch, "matmul": probe_matmul, "triton": probe_triton, "bitsandbytes": probe_bitsandbytes,
+    "flash_attn": probe_flash_attn, "hub_flash_attn": probe_hub_flash_attn,
+    **{name: partial(probe_import, name) for name in ("torchvision", "xformers", "unsloth")},
+}  # fmt: skip
 
 
 def _relative(ours: Any, reference: Any) -> float:

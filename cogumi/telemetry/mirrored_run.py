@@ -11,22 +11,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from cogumi.checkpoints.commit import remove_if_there
 from cogumi.checkpoints.interruption import Watchdog
-from cogumi.checkpoints.manifest import (
-    FORMAT,
-    MANIFEST_NAME,
-    CheckpointDamaged,
-    FileEntry,
-    Manifest,
-    list_manifest_files,
-    seal,
-)
+from cogumi.checkpoints.manifest import MANIFEST_NAME, CheckpointDamaged, describe_files, parse_manifest, seal
 from cogumi.checkpoints.mirror import Mirror, Store, describe
 from cogumi.core.durability import sha256_file, write_synced
 from cogumi.core.errors import UsageError, best_effort
@@ -98,7 +89,8 @@ class RunMirror:
         try:
             self.send_files(everything)
             if self.adapter is not None and not everything:
-                send_adapter(self.place, self.adapter)
+                text = seal(describe_files(self.adapter, 0))
+                self.place.send(self.adapter, parse_manifest(text), text)
                 log.info("%s is in %s and verified", self.adapter, self.place.name)
                 self.adapter = None
             self.trouble = ""
@@ -175,14 +167,6 @@ def signature(path: Path) -> tuple[int, int] | None:
         return path.stat().st_mtime_ns, path.stat().st_size
     except FileNotFoundError:
         return None
-
-
-def send_adapter(place: Store, adapter: Path) -> None:
-    files = {
-        name: FileEntry(path.stat().st_size, sha256_file(path)) for name, path in list_manifest_files(adapter).items()
-    }
-    content = {"format": FORMAT, "step": 0, "files": {name: asdict(entry) for name, entry in files.items()}}
-    place.send(adapter, Manifest(0, files), seal(content))
 
 
 # ---------------------------------------------------------------------------------------------- back on another machine

@@ -54,16 +54,10 @@ LINE_SECONDS = 30.0
 PACE_STEPS, SLOW_STEP, MIN_SLOW_SECONDS, STARVED_LOG_SECONDS = 3, 2.5, 1.0, 600.0
 # What the bar and the log show of a logged row.
 FORMATS = {
-    "loss": "loss {:.3g}",
-    "eval_loss": "eval_loss {:.3g}",
-    "reward": "reward {:.3g}",
-    "grad_norm": "grad {:.3g}",
-    "learning_rate": "lr {:.3g}",
-    "perf/tokens_per_second": "{:,.0f} tokens/s",
-    "perf/mfu": "MFU {:.0%}",
-    "perf/gpu_memory_gb": "{:.0f} GB",
-    "perf/cost": "${:.2f}",
-}
+    "loss": "loss {:.3g}", "eval_loss": "eval_loss {:.3g}", "reward": "reward {:.3g}", "grad_norm": "grad {:.3g}",
+    "learning_rate": "lr {:.3g}", "perf/tokens_per_second": "{:,.0f} tokens/s", "perf/mfu": "MFU {:.0%}",
+    "perf/gpu_memory_gb": "{:.0f} GB", "perf/cost": "${:.2f}",
+}  # fmt: skip
 
 
 class StepTimer:

@@ -13,19 +13,10 @@ from typing import Any
 from cogumi.checkpoints.manifest import step_of
 from cogumi.checkpoints.snapshots import list_snapshots
 from cogumi.checkpoints.verify import list_checkpoints
+from cogumi.core import run_directory
 from cogumi.core.durability import lock_directory
 from cogumi.core.errors import UsageError
 from cogumi.core.formatting import escape_controls, flag_sentence, format_duration, format_memory
-from cogumi.core.run_directory import (
-    CONSOLE,
-    START,
-    hostname,
-    is_empty,
-    is_running,
-    jsonable_numbers,
-    read_json,
-    same_process,
-)
 
 AT_WORK = ("starting", "running", "paused")  # also in the status.json of a run that was killed
 HUNG = "hung"
@@ -95,26 +86,25 @@ class Status:
         return self.ended and self.state not in (*BROKEN_OFF, "refused") and verdict.get("passed") is True
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = jsonable_numbers({**asdict(self), "ended": self.ended, "passed": self.passed})
-        return values
+        return run_directory.jsonable_numbers({**asdict(self), "ended": self.ended, "passed": self.passed})
 
 
 def status_of(run_dir: Path) -> Status:
-    record, started = read_json_or_empty(run_dir / "status.json"), read_json_or_empty(run_dir / START)
+    record, started = read_json_or_empty(run_dir / "status.json"), read_json_or_empty(run_dir / run_directory.START)
     if not record and not started:
         if not is_run(run_dir):
             raise UsageError(f"no run there{hint_of_runs(run_dir)}", place=run_dir)
         record = {"state": "starting"}  # the directory was just made
     beat = read_json_or_empty(run_dir / "heartbeat.json")
     last_sign = max((entry["time"] for entry in (record, started, beat) if "time" in entry), default=None)
-    detached = bool(started) and same_process(started, record)
+    detached = bool(started) and run_directory.same_process(started, record)
     # A start without a status of its own yet counts, whatever was before it.
     begins = bool(started) and not detached and started["time"] > record.get("time", 0)
     newest = started if begins else record
     alive = is_alive(run_dir, newest, last_sign)
     state, reason = record.get("state", "starting"), record.get("reason")
     # Its training process ends or has ended, and the one that starts it again (`cogumi.restarts`) lives.
-    restarts = not begins and bool(started.get("restarts") and is_running(started))
+    restarts = not begins and bool(started.get("restarts") and run_directory.is_running(started))
     if restarts and (record.get("retriable") or (state in AT_WORK and not alive)):
         newest, alive, state, reason = started, True, "starting", "its process has ended, and may be started again"
     if begins:
@@ -146,7 +136,7 @@ def status_of(run_dir: Path) -> Status:
         latest=latest,
         latest_steps=latest_steps,
         # A detached process prints its errors into console.log too.
-        log=str(run_dir / (CONSOLE if detached or begins else "run.log")),
+        log=str(run_dir / (run_directory.CONSOLE if detached or begins else "run.log")),
     )
 
 
@@ -174,13 +164,13 @@ def describe_death(started: dict[str, Any], during: str) -> str:
 
 def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> bool | None:
     """Whether the process of a record lives. Where its number does not tell, whether a process holds the directory's lock."""
-    known = is_running(record)
-    if known is not None or is_empty(run_dir):
+    known = run_directory.is_running(record)
+    if known is not None or run_directory.is_empty(run_dir):
         return known
     with lock_directory(run_dir) as ours:
         if ours is False:
             return True
-        if ours and record.get("host") in (None, hostname()):
+        if ours and record.get("host") in (None, run_directory.hostname()):
             return False
     # Not every network filesystem passes locks on from machine to machine.
     return None if last_sign is not None and time.time() - last_sign < FRESH_SECONDS else False
@@ -189,7 +179,7 @@ def is_alive(run_dir: Path, record: dict[str, Any], last_sign: float | None) -> 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; {} if there is no file, or nothing in it yet."""
     try:
-        return dict(read_json(path)) if path.stat().st_size else {}
+        return dict(run_directory.read_json(path)) if path.stat().st_size else {}
     except (FileNotFoundError, NotADirectoryError):
         return {}
 
@@ -217,7 +207,7 @@ def tail_lines(path: Path, size: int = TAIL_BYTES) -> list[str]:
 
 
 def is_run(directory: Path) -> bool:
-    return any((directory / name).exists() for name in ("status.json", START, CONSOLE))
+    return any((directory / name).exists() for name in ("status.json", run_directory.START, run_directory.CONSOLE))
 
 
 def run_above(place: Path) -> Path | None:
@@ -235,7 +225,7 @@ def runs_in(path: Path) -> list[Path]:
 
 def runs_below(directory: Path) -> list[Path]:
     """Return the run directories below a directory, by name: one or two levels down, as the stages of a project are."""
-    places = [f"{depth}/{mark}" for depth in ("*", "*/*") for mark in ("status.json", START)]
+    places = [f"{depth}/{mark}" for depth in ("*", "*/*") for mark in ("status.json", run_directory.START)]
     return sorted({path.parent for place in places for path in directory.glob(place)})
 
 

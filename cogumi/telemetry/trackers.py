@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from huggingface_hub import constants, get_token
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
@@ -44,8 +45,17 @@ def refuse_unreachable(train: Mapping[str, Any]) -> None:
             raise UsageError(f"{name} is not installed", key="train.report_to", fix=fix)
         if name == WANDB:
             refuse_wandb_without_key()
-    if train.get("push_to_hub"):
-        refuse_no_upload(train.get("hub_model_id"), train.get("hub_token"))
+    if not train.get("push_to_hub"):
+        return
+    problem, fix = "", ""  # of the upload; the trainer asks the hub itself
+    if train.get("hub_model_id") is None:
+        problem, fix = "train.hub_model_id is missing, and TRL would call the repository `checkpoints`", "set it"
+    elif constants.is_offline_mode():
+        problem, fix = "HF_HUB_OFFLINE is set, so nothing can be uploaded", "unset it, or drop train.push_to_hub"
+    elif (train.get("hub_token") or get_token()) is None:
+        problem, fix = "there is no token to write to the hub with", "run `hf auth login`, or set HF_TOKEN"
+    if problem:
+        raise UsageError(problem, key="train.push_to_hub", fix=fix)
 
 
 def is_installed(reporter: str) -> bool:
@@ -71,27 +81,8 @@ def refuse_wandb_without_key() -> None:
     raise UsageError(f"wandb: {reason}", key="train.report_to", fix=WITHOUT_WANDB)
 
 
-def refuse_no_upload(repository: str | None, token: str | None) -> None:
-    """Raise UsageError without a name or a token for the upload; the trainer asks the hub itself."""
-    from huggingface_hub import constants, get_token
-
-    problem, fix = "", ""
-    if repository is None:
-        problem, fix = "train.hub_model_id is missing, and TRL would call the repository `checkpoints`", "set it"
-    elif constants.is_offline_mode():
-        problem, fix = "HF_HUB_OFFLINE is set, so nothing can be uploaded", "unset it, or drop train.push_to_hub"
-    elif (token or get_token()) is None:
-        problem, fix = "there is no token to write to the hub with", "run `hf auth login`, or set HF_TOKEN"
-    if problem:
-        raise UsageError(problem, key="train.push_to_hub", fix=fix)
-
-
 def quote_error(error: Exception) -> str:
     return redact_text(one_line(error).rstrip("."))[:300]
-
-
-def default_reporter() -> str:
-    return TENSORBOARD if is_installed(TENSORBOARD) else "none"
 
 
 def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:

@@ -20,14 +20,7 @@ from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, UsageError, best_effort
 from cogumi.core.formatting import one_line
 from cogumi.core.liveness import beat
-from cogumi.core.run_directory import (
-    DECISIONS,
-    read_json,
-    read_section,
-    write_atomic,
-    write_json,
-    write_section,
-)
+from cogumi.core.run_directory import DECISIONS, read_json, read_section, write_atomic, write_json, write_section
 from cogumi.health.flags import red_flags
 from cogumi.health.verdict import (
     RAISED,
@@ -255,7 +248,9 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
         saved = logits.compare_adapters(
             reference, [(adapter, 1.0)], base, report.out, replace(loader, dtype=live.dtype)
         )
-        checks, reference = [judge_saved_adapter(saved)], None
+        figure, bounds = describe_distance(saved, "the live model's logits")
+        checks = [Check("saved adapter", figure, bounds, saved.passed, "merge the adapter of the last checkpoint")]
+        reference = None
     if reference is None:
         on = live.trained_on or str(live.dtype).removeprefix("torch.")
         reference = logits.record_directory([(adapter, 1.0)], base, report.out, live.tokens, loader)
@@ -271,13 +266,12 @@ def compare_merged(live: LiveModel, adapter: Path, report: MergeReport, revision
     return [*checks, Check("merged logits with the towers", figure, f"<= {towers.bound:.2e}", towers.passed, fix)]
 
 
-def judge_saved_adapter(check: LogitCheck) -> Check:
-    """Check that the saved adapter on the base moves the logits as the live model did, in the same dtype."""
-    figure, bounds = f"rms {check.measured:.2e} from the live model's logits", f"<= {check.bound:.2e}"
+def describe_distance(check: LogitCheck, beside: str) -> tuple[str, str]:
+    figure, bounds = f"rms {check.measured:.2e} from {beside}", f"<= {check.bound:.2e}"
     if check.scale_bound is not None:
         figure += f", {check.base_distance / check.live_distance:.3f} times as far from the base"
         bounds += f", 1 +- {check.scale_bound:.3f}"
-    return Check("saved adapter", figure, bounds, check.passed, "merge the adapter of the last checkpoint")
+    return figure, bounds
 
 
 def judge_logits(check: LogitCheck, beside: str, report: MergeReport, again: str) -> list[Check]:
@@ -297,10 +291,7 @@ def judge_logits(check: LogitCheck, beside: str, report: MergeReport, again: str
         is_small = retained >= MOSTLY_RETAINED and check.same_tokens >= EQUAL_TOKENS and near
     apart = f"logits rms {check.base_distance:.2e} apart"
     nearer = f"> {check.measured:.2e}, as far as from the adapter"
-    figure, bounds = f"rms {check.measured:.2e} from {beside}", f"<= {check.bound:.2e}"
-    if check.scale_bound is not None:
-        figure += f", {check.base_distance / check.live_distance:.3f} times as far from the base"
-        bounds += f", 1 +- {check.scale_bound:.3f}"
+    figure, bounds = describe_distance(check, beside)
     if is_lost:
         figure += f", {check.same_tokens:.1%} of the next tokens are equal"
     differs = is_small or check.base_distance > check.measured
@@ -311,7 +302,6 @@ def judge_logits(check: LogitCheck, beside: str, report: MergeReport, again: str
 
 
 def judge_mirrored(mirror: RunMirror) -> Check:
-    """Check that the adapter is whole in the mirror, for which it waits."""
     missing, fix = mirror.wait_for_adapter(), f"copy adapter/ to {mirror.place.name} before this machine is destroyed"
     figure = f"it has not arrived: {missing}" if missing else "it was sent, and read back"
     return Check(MIRRORED_ADAPTER, figure, f"whole in {mirror.place.name}", not missing, fix)

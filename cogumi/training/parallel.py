@@ -38,7 +38,6 @@ ON_CPU = {"ACCELERATE_TORCH_DEVICE": "cpu"}  # else "cpu:0", onto which torch lo
 
 
 def processes_here() -> int:
-    """Return the number of processes of this training."""
     return max(1, count_launched(os.environ))
 
 

@@ -26,7 +26,7 @@ from cogumi.core.formatting import one_line
 from cogumi.core.notices import quiet_libraries, show_seconds
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
-from cogumi.evaluation.comparison import compare_result, refuse_incomparable
+from cogumi.evaluation.comparison import COMPARED, compare_result, refuse_incomparable
 from cogumi.evaluation.forgetting import check_forgetting
 from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.run_forecast import describe_weights
@@ -37,13 +37,7 @@ from cogumi.merge.arithmetic import restore_matmul_precision
 from cogumi.merge.preflight import Original, check_loadable, prove_original, refuse_missing_weights
 from cogumi.methods import auto_settings, building, gspo
 from cogumi.methods.adapter_source import record_adapter
-from cogumi.methods.examples import (
-    Examples,
-    describe_empty_thoughts,
-    describe_overlong,
-    first_tokens,
-    prepare_examples,
-)
+from cogumi.methods.examples import Examples, describe_empty_thoughts, describe_overlong, first_tokens, prepare_examples
 from cogumi.methods.preparation import (
     check_base,
     check_merge,
@@ -160,7 +154,7 @@ def train_leader(run: RunConfig, watch: RunWatch, process: "Process", followers:
             trained.fitted.checks.extend(merge_checks)
         if run.cogumi.compare_with is not None and trained.fitted.ended is None:
             enter_stage(heart, "compare", f"comparing the result with {run.cogumi.compare_with} on held-out rows")
-            trained.fitted.checks.extend(compare_result(run, base))
+            trained.fitted.checks.extend(attempt(COMPARED, compare_result, run, base))
         if run.cogumi.forgetting and trained.fitted.ended is None:
             enter_stage(heart, "forgetting", "base and trained model answer the instructions of the forgetting panel")
             trained.fitted.checks.append(check_forgetting(run))
