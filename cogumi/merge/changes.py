@@ -43,7 +43,9 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
     for key in expected - collector.used:  # a bias trained whole (bias="all" or "lora_only")
         if not key.endswith(".bias"):
             raise adapter.refused(f"{key} is of a kind that this merge does not know")
-        changes.parameters[key.removeprefix(PREFIX).replace(".base_layer", "")] = Change(whole=spans[key])
+        name = key.removeprefix(PREFIX).replace(".base_layer", "")
+        added = changes.parameters.get(name, Change())  # lora_bias's
+        changes.parameters[name] = replace(added, whole=spans[key])
     for key in spans.keys() - expected:
         check_saved_embedding(adapter, base, changes, spans[key], checkpoint)
     return changes
