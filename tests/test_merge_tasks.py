@@ -6,9 +6,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from builders import INPUT_IDS, SIZES, check_close, check_loads, load, rms, train
+from builders import EXPERTS, FUSED, INPUT_IDS, SIZES, check_close, check_loads, load, rms, save_base, train
 from peft import PeftModel
-from transformers import BartConfig, BertConfig, LlamaConfig, T5Config, ViTConfig, Wav2Vec2Config, WhisperConfig
+from transformers import (
+    AutoModel,
+    BartConfig,
+    BertConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    T5Config,
+    ViTConfig,
+    Wav2Vec2Config,
+    WhisperConfig,
+)
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
@@ -112,3 +122,17 @@ def test_a_tied_head_that_is_no_longer_its_embedding(case: str, tmp_path: Path) 
     lora = {"target_modules": attention_of(name), "task_type": None} | lora
     adapter = train(load(base), tmp_path / "adapter", **lora)
     check(base, adapter, tmp_path / "out")
+
+
+def test_experts_of_an_adapter_on_a_model_without_its_head(tmp_path: Path) -> None:
+    """As embedding models are trained: the names of the adapter have no `model.` before them, those of the base have."""
+    config = Qwen3MoeConfig(**SIZES, head_dim=16, **EXPERTS, architectures=["Qwen3MoeForCausalLM"])
+    base = save_base(tmp_path / "base", config)
+    live = AutoModel.from_pretrained(base, dtype=torch.float32)
+    before = output(live)
+    lora = {"target_modules": ["q_proj"], "target_parameters": FUSED, "task_type": "FEATURE_EXTRACTION"}
+    adapter = train(live, tmp_path / "adapter", **lora)
+    report = merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", verify="logits", progress=False)
+    assert report.logits is not None
+    merged = AutoModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    check_close(rms(output(merged) - output(live)), rms(output(live) - before))

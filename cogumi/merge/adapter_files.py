@@ -256,7 +256,7 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
         return
     fields, file = getattr(PEFT_TYPE_TO_CONFIG_MAPPING.get(kind), "__dataclass_fields__", {}), path / ADAPTER_WEIGHTS
     names = [span.name for span in read_shard(file).spans] if file.is_file() else []
-    is_renamed = any(standard_name(name) != name.replace(".default.", ".") for name in names)
+    is_renamed = kind == "LORA" and any(standard_name(name) != name.replace(".default.", ".") for name in names)
     is_other = bool(config.get("target_parameters")) and config.get("peft_version") != version("peft")
     if not fields or is_other or any(entry not in fields for entry in unknown):
         fix = f"PEFT {version('peft')} ignores or misreads a part of that, so {as_written(config)}"
