@@ -98,6 +98,7 @@ READ_BY_PEFT: dict[str, Callable[[], Any]] = {
     ),
     "lokr": lambda: peft.LoKrConfig(r=4, alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM"),
     "oft": lambda: peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "adalora": lambda: peft.AdaLoraConfig(total_step=9, target_modules=["q_proj"], task_type="CAUSAL_LM"),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
     "pissa": lambda: LoraConfig(**LORA, init_lora_weights="pissa"),
     "olora": lambda: LoraConfig(**LORA, init_lora_weights="olora"),

@@ -187,7 +187,11 @@ def test_refuses_embeddings_of_another_base(llama_base: Path, tmp_path: Path) ->
     adapter = make_adapter(llama_base, tmp_path / "adapter")
     modules = ("model.embed_tokens", "lm_head")
     builders.add_tensors(adapter, {f"base_model.model.{name}.weight": torch.zeros(260, 64) for name in modules})
-    with pytest.raises(UsageError, match=r"\.weight is not the embedding of base"):
+    with pytest.raises(UsageError, match=r"\.weight is not that of base"):
+        merge_adapter(adapter, tmp_path / "merged", progress=False)
+    norm = {"base_model.model.model.norm.weight": torch.full([64], 2.0)}
+    adapter = builders.add_tensors(make_adapter(llama_base, tmp_path / "norm"), norm)
+    with pytest.raises(UsageError, match=r"norm\.weight is not that of base"):
         merge_adapter(adapter, tmp_path / "merged", progress=False)
 
 

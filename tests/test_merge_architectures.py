@@ -187,6 +187,17 @@ def test_a_missing_tensor_of_any_architecture_is_found(kind: str, tmp_path: Path
             assert found_faults(damaged) == expected != set(), names[number]
 
 
+def test_an_adapter_whose_names_peft_changes_as_it_loads(tmp_path: Path) -> None:
+    """Laguna's shared experts then have their random start (PEFT 0.21), so the truth is the model that was trained."""
+    options = HEADS | EXPERTS | TYPES | {"num_attention_heads_per_layer": [4, 4]}
+    base, adapter = save_base(tmp_path / "base", CONFIG_MAPPING["laguna"](**SIZES | options)), tmp_path / "adapter"
+    live = load(base)
+    train(live, adapter, target_modules=["shared_experts.up_proj"])
+    report = merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", verify="logits", progress=False)
+    assert report.logits is not None
+    check_close(rms(logits(load(tmp_path / "out")) - logits(live)), rms(logits(live) - logits(load(base))))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if CONFIG_MAPPING[kind] in CLASSIFIERS])
 def test_classifier_of_an_architecture(kind: str, tmp_path: Path) -> None:

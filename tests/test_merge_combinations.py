@@ -343,6 +343,7 @@ def test_mixed_dtypes_and_tensors_that_no_model_knows(small_bases: dict[str, Pat
 # Configurations.
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "no-init": {"target_modules": ["v_proj"], "init_lora_weights": None},
     "no-task": {"target_modules": ["v_proj"], "task_type": None},
     "excluded": {"target_modules": LINEARS, "exclude_modules": ["up_proj"]},
     "excluded-regex": {"target_modules": "all-linear", "exclude_modules": r".*mlp.*"},

@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": LINEARS, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {r"layers\.0\.mlp\.up_proj": 40}},
     ),
     "lora-bias": ("qwen2", {"target_modules": ["q_proj", "v_proj"], "lora_bias": True}),
+    "lora-bias-and-bias-all": ("qwen2", {"target_modules": ["q_proj"], "lora_bias": True, "bias": "all"}),
     "bias-all": ("qwen2", {"target_modules": ["q_proj"], "bias": "all"}),
     "bias-lora-only": ("qwen2", {"target_modules": ["q_proj"], "bias": "lora_only"}),
     "tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 250]}),

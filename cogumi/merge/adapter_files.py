@@ -46,7 +46,7 @@ OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
 # Initialisations that leave the base weights as they are and train an ordinary LoRA pair. EVA's A comes from the layers'
 # inputs, its B is zero, and the ranks that it shares out are in rank_pattern.
-PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")
+PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 # adapter_config.json entries of the kinds that are merged, or that do not change what a trained adapter computes. Any other
 # entry that is set is refused: a LoRA variant that is unknown here must not merge as plain LoRA.
 # fmt: off
@@ -81,6 +81,9 @@ class Entries(BaseModel, strict=True):
     target_parameters: list[str] | None = None
     layers_to_transform: list[int] | int | None = None
     base_model_name_or_path: str | None = None
+    task_type: (
+        Literal["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"] | None
+    ) = None
 
 
 # A factor's name with the adapter's name left in it, or without `.weight`, as state_dict() and some exporters have it.
@@ -253,7 +256,7 @@ def refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
         return
     fields, file = getattr(PEFT_TYPE_TO_CONFIG_MAPPING.get(kind), "__dataclass_fields__", {}), path / ADAPTER_WEIGHTS
     names = [span.name for span in read_shard(file).spans] if file.is_file() else []
-    is_renamed = any(standard_name(name) != name.replace(".default.", ".") for name in names)
+    is_renamed = kind == "LORA" and any(standard_name(name) != name.replace(".default.", ".") for name in names)
     is_other = bool(config.get("target_parameters")) and config.get("peft_version") != version("peft")
     if not fields or is_other or any(entry not in fields for entry in unknown):
         fix = f"PEFT {version('peft')} ignores or misreads a part of that, so {as_written(config)}"

@@ -6,6 +6,7 @@ by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The
 
 import copy
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +44,9 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
     for key in expected - collector.used:  # a bias trained whole (bias="all" or "lora_only")
         if not key.endswith(".bias"):
             raise adapter.refused(f"{key} is of a kind that this merge does not know")
-        changes.parameters[key.removeprefix(PREFIX).replace(".base_layer", "")] = Change(whole=spans[key])
+        name = key.removeprefix(PREFIX).replace(".base_layer", "")
+        added = changes.parameters.get(name, Change())  # lora_bias's
+        changes.parameters[name] = replace(added, whole=spans[key])
     for key in spans.keys() - expected:
         check_saved_embedding(adapter, base, changes, spans[key], checkpoint)
     return changes
@@ -51,15 +54,23 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
 
 def resize_vocabulary(model: Any, spans: dict[str, Span]) -> int | None:
     """Resize the meta model to the vocabulary of an embedding of another size that the adapter brings; return that size."""
-    embedding = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is embedding)
+    name, embedding = text_sides(model)[0]
     # PEFT saves it under a name of the layer that it wrapped it in.
     keys = (f"{PREFIX}{name}{inner}.weight" for inner in ("", ".base_layer", ".token_adapter.base_layer"))
     size = next((spans[key].shape[0] for key in keys if key in spans), None)
-    if size in (None, embedding.weight.shape[0]):
+    if embedding is None or size in (None, embedding.weight.shape[0]):
         return None
     model.resize_token_embeddings(size, mean_resizing=False)
     return size
+
+
+def text_sides(model: Any) -> list[tuple[str, Any]]:
+    """Return name and module of a model's embedding and of its head: "" and None where it reads no text, or has no head."""
+    sides: list[Any] = [None, None]
+    with suppress(NotImplementedError):
+        sides = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = {id(module): name for name, module in model.named_modules() if hasattr(module, "weight")}
+    return [(names[id(side)], side) if id(side) in names else ("", None) for side in sides]
 
 
 def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any) -> set[str]:
@@ -67,7 +78,9 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
     from peft import get_peft_model_state_dict
 
     expected = get_peft_model_state_dict(layers, save_embedding_layers=False)
-    allowed = get_peft_model_state_dict(layers, save_embedding_layers=True) | expected  # what it adds at times, too
+    # PEFT adds the embedding at times, and whole state dicts, as DeepSpeed gathers them, have all of the base.
+    stored = layers.get_base_model().state_dict()
+    allowed = {f"{PREFIX}{name}".replace(".default", ""): tensor for name, tensor in stored.items()} | expected
     for key in sorted(spans.keys() - allowed.keys()):
         message = f"{key} belongs to nothing that the adapter's configuration puts on base {base.name}"
         task, fix = adapter.config.get("task_type"), OTHER_BASE
@@ -96,8 +109,7 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
 
 def resized_rows(model: Any, key: str, shape: tuple[int, ...], needed: tuple[int, ...]) -> int | None:
     """Return the size of the vocabulary where a tensor of embedding or head has that of another one, else None."""
-    sides = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = [name for name, module in model.named_modules() if any(module is side for side in sides)]
+    names = [name for name, _ in text_sides(model) if name]
     if not any(key.startswith(f"{PREFIX}{name}.") for name in names) or len(shape) != len(needed):
         return None
     other = [(ours, size) for ours, size in zip(shape, needed, strict=True) if ours != size]
@@ -218,7 +230,7 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
     home = parameter if parameter in checkpoint.places else checkpoint.tied.get(parameter, parameter)
     stored = [checkpoint.spans[place.tensor] for place in checkpoint.places.get(home, ())]
     if len(stored) != 1 or not leading_rows_equal(span, stored[0]):
-        message = f"{span.name} is not the embedding of base {base.name} (and is not among modules_to_save)"
+        message = f"{span.name} is not that of base {base.name} (and is not among modules_to_save)"
         raise adapter.refused(message, fix=OTHER_BASE)
     if span.shape == stored[0].shape or span.name.endswith(".original_module.weight"):
         return

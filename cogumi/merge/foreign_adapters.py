@@ -142,6 +142,8 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
                 found[module] = expert
             elif layers := split_layers(model, module, known):
                 renamed[module] = layers
+            elif (stack := f"{model.base_model_prefix}.{module}") in known:  # transformers puts it before weights alone
+                renamed[module] = (stack,)
         experts = [found[module] for module in sorted(found)]
         if len(renamed) + len(experts) == len(unknown):
             return renamed, experts, model

@@ -160,8 +160,13 @@ def run_model(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
             torch.no_grad(),
             torch.autocast(model.device.type, model.dtype, enabled=mixed),
         ):
-            rows = input_ids.to(model.device).split(1)
-            return torch.cat([model(input_ids=row, use_cache=False).logits.cpu() for row in rows])
+            outputs = []
+            for row in input_ids.to(model.device).split(1):
+                decoded = {"decoder_input_ids": row} if model.config.is_encoder_decoder else {}
+                output = model(input_ids=row, use_cache=False, **decoded)
+                # A model without a head gives its last hidden state first, one that answers questions the starts.
+                outputs.append((output["logits"] if "logits" in output else output[0]).cpu())
+            return torch.cat(outputs)
     finally:
         for module, forward in replaced:
             module.forward = forward
@@ -266,6 +271,8 @@ def loader_of(adapters: Sequence[Path], merged: Path) -> Loader:
     config = AutoConfig.from_pretrained(merged)
     names = [span.name for path in adapters for span in read_shard(path / ADAPTER_WEIGHTS).spans]
     kind = adapted_class(config, names)
+    if (given := getattr(kind, "main_input_name", "input_ids")) != "input_ids":
+        raise NotCompared(f"{kind.__name__} takes {given}, and a comparison gives tokens alone")
     labelled = config if kind in head_classes(config) else None
     return Loader(kind, measure_directory(merged)[1], torch.device("cpu"), labelled)
 

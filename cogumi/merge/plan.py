@@ -37,6 +37,7 @@ from cogumi.models.targets import Coverage, measure_coverage, unmatched_names
 OUTPUT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 MERGEABLE_DTYPES = tuple(OUTPUT_DTYPES.values())
 INDEX_NAME = "model.safetensors.index.json"
+LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 # Where a tensor's values before the update come from: bytes in a file, or a quantized tensor, decoded.
 Source = Span | Bnb4bit
@@ -327,7 +328,7 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
         if head not in changes.parameters and embedding not in changes.parameters:
             continue
         homes = checkpoint.places.get(embedding, ())
-        if len(homes) != 1 or not head.endswith(".weight"):
+        if len(homes) != 1:
             tied = f"{embedding} and {head} are tied in base {base.name}"
             raise UsageError(f"{tied}, in a layout that this merge does not know, and the adapter changes one")
         head_places = checkpoint.places.get(head)
@@ -341,9 +342,16 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
             if head_places:
                 changes.parameters[head] = changes.parameters[embedding]
             continue
-        is_untied |= not re.search(r"\.\d+\.", head)  # tie_word_embeddings does not tell of layers that are tied
+        is_untied |= not LAYER_NUMBER.search(head)  # tie_word_embeddings does not tell of layers that are tied
         if not head_places:
             fresh[head] = homes[0].tensor
+    # It tells of all others: of the biases of BERT's head, and the embeddings of BART's halves, too.
+    for head, embedding in checkpoint.tied.items() if is_untied else ():
+        homes = checkpoint.places.get(embedding, ())
+        if len(homes) == 1 and not (head in fresh or head in checkpoint.places or LAYER_NUMBER.search(head)):
+            fresh[head] = homes[0].tensor
+            if embedding in changes.parameters:
+                changes.parameters[head] = changes.parameters[embedding]
     return is_untied, fresh
 
 

@@ -242,10 +242,18 @@ def swaps_features(layer: Any) -> bool:
 
 @contextmanager
 def targets_as_named() -> Iterator[None]:
-    """Have PEFT put no stack of experts in the place of dense layers whose names transformers 4 had in its experts, too."""
+    """Have PEFT take the names of an adapter as they are.
+
+    It puts stacks of experts in the place of dense layers whose names transformers 4 had in its experts, too, and renames
+    modules that have the names of now: those of Laguna's shared experts or UnlimitedOCR then load as nothing (0.21).
+    """
     from peft.utils import transformers_weight_conversion as conversion
 
-    with replaced(conversion, {"convert_peft_config_for_transformers": lambda *_, **__: None}):
+    names = {
+        "convert_peft_config_for_transformers": lambda *_, **__: None,
+        "convert_peft_adapter_state_dict_for_transformers": lambda adapter_state_dict, **_: adapter_state_dict,
+    }
+    with replaced(conversion, names):
         yield
 
 
