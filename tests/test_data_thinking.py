@@ -190,7 +190,8 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
     from datasets import Dataset
 
     import cogumi
-    from cogumi.methods.gspo import apply_thinking, graded
+    from cogumi.methods.gspo import apply_thinking
+    from cogumi.rewards.functions import on_visible
 
     cogumi.patch()
     tokenizer = chat_tokenizer("qwen3")
@@ -205,7 +206,7 @@ def test_a_real_trainer_rolls_out_and_grades_by_the_flag(tmp_path: Path) -> None
         use_cpu=True, bf16=False, report_to="none", logging_steps=1, gradient_checkpointing=False,
     )  # fmt: skip
     apply_thinking(False, args, tokenizer)
-    rewards = [graded(reward, False, tokenizer, "tags", prompt_opens_thought=False)]
+    rewards = [on_visible(reward, tokenizer, "tags", False)]
     assert args.chat_template_kwargs == {"enable_thinking": False}
     rows = [{"messages": [ask(text[:20]), PLAIN]} for text in texts()[:4]]
     chunk = chunk_of(rows, tokenizer, "gspo", thinking=False)

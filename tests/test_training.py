@@ -134,7 +134,9 @@ def test_answers_of_several_kinds_are_given_as_they_are(gspo: Config, tmp_path: 
     source, answers = tmp_path / "answers.jsonl", [4, 4.0, "four", [4], None, {"x": 4}]
     source.write_text("".join(json.dumps({"prompt": f"{n}", "answer": each}) + "\n" for n, each in enumerate(answers)))
     data = {"source": str(source), "format": "prompt_completion", "columns": {"answer": "answer"}, "eval_rows": 2}
-    config = {**gspo, "data": data, "cogumi": {**gspo["cogumi"], "rewards": ["answer_similarity"], "merge": False}}
+    reward = tmp_path / "kinds.py"  # those that ship refuse lists and objects
+    reward.write_text("def known(answer, **columns):\n    return [float(each is not None) for each in answer]\n")
+    config = {**gspo, "data": data, "cogumi": {**gspo["cogumi"], "rewards": [f"{reward}:known"], "merge": False}}
     shown = "".join(
         text for pieces in cogumi.preview(config, examples=9, data__eval_rows=0).examples for _, text in pieces
     )
