@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,11 @@ def letters(completions, trainer_state, **_):
 
 @pytest.fixture
 def config(
-    tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, code_parquet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: str
 ) -> Callable[..., Config]:
     """(what happens after which step, by part; keys of cogumi) -> a GSPO run of four steps, saved after each."""
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.1)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "executable", prepared)
 
     def make(*happens: tuple[str, int], **ours: Any) -> Config:
         (tmp_path / "own.py").write_text(REWARD)
