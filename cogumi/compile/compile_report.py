@@ -60,7 +60,6 @@ def try_compiler(device: torch.device) -> str:
             torch.autograd.grad(y, x)
         except Exception as error:  # noqa: BLE001  what a missing compiler raises differs by machine; it is reported
             no_compiler = device.type == "cpu" and "InvalidCxxCompiler" in f"{type(error).__name__} {error}"
-            return torch_internals.first_line(error) + (
-                "; install g++, or name a C++ compiler in CXX" if no_compiler else ""
-            )
+            hint = "; install g++, or name a C++ compiler in CXX" if no_compiler else ""
+            return torch_internals.first_line(error) + hint
     return ""

@@ -34,9 +34,8 @@ from cogumi.core.liveness import beat
 from cogumi.core.run_directory import write_json
 
 log = logging.getLogger("cogumi")
-TransportError: Any = sys.modules[
-    errors.HTTPError.__module__
-].TransportError  # of httpx, or since huggingface_hub 2 of httpx2
+# Of httpx, or since huggingface_hub 2 of httpx2.
+TransportError: Any = sys.modules[errors.HTTPError.__module__].TransportError
 
 MAX_FILES_AT_ONCE = 2
 KEYS = {"model": "model.name", "dataset": "data.source", "adapter": "model.adapter"}
