@@ -5,10 +5,12 @@ transformers 5.17 and datasets 4.8 ask for when they read, and a commit to a mod
         commit = hub.publish("someone/model", directory)  # or {"config.json": b"..."}; kind="dataset" for those
         subprocess.run([sys.executable, ...], env=os.environ | hub.environment(tmp_path / "cache"))
 
-HF_ENDPOINT is read when huggingface_hub is imported, so whoever is to talk to it runs in a process of its own. There is no
-Xet: what ends in LARGE is stored by LFS.
+HF_ENDPOINT is read when huggingface_hub is imported, so whoever is to talk to it runs in a process of its own. Address and
+cache have the same names in each test of a process, so that one prepared process (tests/prepared_process.py) serves all of
+them. There is no Xet: what ends in LARGE is stored by LFS.
 """
 
+import atexit
 import base64
 import hashlib
 import json
@@ -16,6 +18,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +34,9 @@ NAME, ASKED = r"((?:[^/]+/)?[^/]+?)", r"(revision|tree|paths-info|refs|discussio
 # In place of the answer: a status, or "cut", which sends half of the body and closes the connection.
 Fault = int | Literal["cut"]
 Kind = Literal["model", "dataset"]
+CACHES = Path(tempfile.mkdtemp(prefix="cogumi-tests-caches-"))  # links to those of the tests, by their names
+atexit.register(shutil.rmtree, CACHES)
+ports: list[int] = []  # of the hubs that were started here
 
 
 class HubServer:
@@ -53,16 +59,20 @@ class HubServer:
         self.lock = threading.Lock()
         self.digests: dict[Path, tuple[str, str]] = {}
         self.uploaded: dict[str, bytes] = {}  # by LFS, before they are in a commit
-        self.server = Listener(self, Answering)
+        self.server = listen(self)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def environment(self, cache: Path, token: str | None = None) -> dict[str, str]:
         """Variables with which a process reads from here, into a cache of its own; the token, if any, is its own."""
+        cache.mkdir(exist_ok=True)
+        home = CACHES / cache.name
+        home.unlink(missing_ok=True)
+        home.symlink_to(cache)
         return {
             "HF_ENDPOINT": self.url,
-            "HF_HOME": str(cache),
-            "HF_HUB_CACHE": str(cache / "hub"),
-            "HF_DATASETS_CACHE": str(cache / "datasets"),
+            "HF_HOME": str(home),
+            "HF_HUB_CACHE": str(home / "hub"),
+            "HF_DATASETS_CACHE": str(home / "datasets"),
             "HF_TOKEN": token or "",
             "HF_HUB_OFFLINE": "0",
             "HF_DATASETS_OFFLINE": "0",
@@ -103,9 +113,17 @@ class HubServer:
         return self.digests[file]
 
 
+def listen(hub: HubServer) -> "Listener":
+    """Listen on the port of the hub before, unless that one still does."""
+    with suppress(OSError):
+        return Listener(hub, Answering, ports[-1] if ports else 0)
+    return Listener(hub, Answering)
+
+
 @contextmanager
 def hub_server(root: Path) -> Iterator[HubServer]:
     hub = HubServer(root)
+    ports.append(hub.server.server_port)
     try:
         yield hub
     finally:

@@ -4,13 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 import yaml
 from disk_mounts import Mount, fill
@@ -443,11 +442,12 @@ def test_the_download_is_what_the_hub_says_and_the_cache_lacks(
     shards = sorted((tmp_path / "model").glob("*.safetensors"))
     assert len(shards) > 1
     hub.publish("some/body", tmp_path / "model")
-    environment = os.environ | hub.environment(tmp_path / "cache") | {"PYTHONPATH": os.getcwd()}
+    environment = os.environ | hub.environment(tmp_path / "cache")
 
     def predict() -> int:
-        words = ["-m", "cogumi", "disk", "predict", str(config), "model.name=some/body", "--json"]
-        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=True)
+        words = ["disk", "predict", str(config), "model.name=some/body", "--json"]
+        done = prepared_process.run(words, tmp_path, environment)
+        assert done.returncode == 0, done.stderr
         parsed = json.loads(done.stdout)
         assert parsed["notes"] == []
         return sum(need["end"] for disk in parsed["disks"] for need in disk["needs"] if need["what"] == DOWNLOAD)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 from filelock import FileLock
 from hub_server import HubServer
@@ -318,8 +319,9 @@ except UsageError as error:
 
 def train_apart(config: dict[str, Any], environment: dict[str, str]) -> str:
     """Train in a process of its own; what it says, and the end of what went wrong."""
-    command = [sys.executable, "-c", TRAIN, json.dumps(config)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    command = [*prepared_process.python(environment), "-c", TRAIN, json.dumps(config)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     return done.stdout + done.stderr[-3000:]
 
 

@@ -7,11 +7,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 import yaml
 from finished_runs import HUB_TOKEN, FinishedRun
@@ -34,7 +34,7 @@ def push(hub: HubServer, tmp_path: Path) -> Push:
     def call(*words: object, token: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = os.environ | hub.environment(tmp_path / "cache", hub.token if token is None else token)
         return subprocess.run(
-            [sys.executable, "-m", "cogumi", "push", *map(str, words)],
+            [*prepared_process.client(environment), "push", *map(str, words)],
             env=environment,
             capture_output=True,
             text=True,
