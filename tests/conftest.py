@@ -261,3 +261,9 @@ def prepared(for_commands: dict[str, str], tmp_path: Path) -> str:
     import prepared_process
 
     return prepared_process.as_program(tmp_path / "python", for_commands)
+
+
+@pytest.fixture
+def prepared_workers(prepared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that this one starts, such as the forecast's, need no seconds of imports."""
+    monkeypatch.setattr(sys, "executable", prepared)

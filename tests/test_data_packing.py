@@ -504,6 +504,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     return {setting["key"]: setting["value"] for setting in read_json(run_dir / "decisions.json")["settings"]}
 
 
+@pytest.mark.usefixtures("prepared_workers")
 def test_a_run_that_says_nothing_is_packed_where_that_saves(tiny_model: Path, tmp_path: Path) -> None:
     result = cogumi.train(open_config(tiny_model, tmp_path / "run"), cogumi__preflight="on")
     assert settings_of(result.run_dir)["train.packing"] is True
@@ -522,6 +523,7 @@ def test_a_run_that_says_nothing_is_packed_where_that_saves(tiny_model: Path, tm
     assert "packing" not in read_json(apart.run_dir / "decisions.json")
 
 
+@pytest.mark.usefixtures("prepared_workers")
 def test_a_forecast_packs_what_the_run_will(tiny_model: Path, tmp_path: Path) -> None:
     report = cogumi.preflight(open_config(tiny_model, tmp_path / "run"))
     (figure,) = (line.figure for line in report.lines if line.stage == "memory")

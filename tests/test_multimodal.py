@@ -159,6 +159,7 @@ def test_the_forecast_builds_the_model_and_the_adapter_that_the_run_trains(
 
 
 @pytest.mark.slow("a forecast in a process of its own for each kind of checkpoint")
+@pytest.mark.usefixtures("prepared_workers")
 def test_preflight_forecasts_all_but_the_pace(base: Path, code_parquet: Path) -> None:
     config = config_of(base, code_parquet, base.parent / "planned")
     config["train"]["save_strategy"] = "steps"

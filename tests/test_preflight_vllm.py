@@ -281,6 +281,7 @@ def test_the_false_greens_of_before_are_red(fourteen: dict[str, Any], train: dic
     assert re.match(r"set (train.vllm_enable_sleep_mode: true and )?train.vllm_gpu_memory_utilization: 0\.", actual.fix)
 
 
+@pytest.mark.usefixtures("prepared_workers")
 def test_settings_of_the_sampler_are_no_fault_of_the_step() -> None:
     """The planned step is without vLLM, and so is without what is said of it; a contradiction is told all the same."""
     config = {
@@ -478,6 +479,7 @@ def test_the_planned_batch_leaves_the_engine_its_share(
 
 
 @pytest.mark.slow("a forecast in a process of its own")
+@pytest.mark.usefixtures("prepared_workers")
 def test_a_run_whose_engine_cannot_start_is_refused_before_its_download(
     sft: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

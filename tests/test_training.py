@@ -105,6 +105,7 @@ def test_examples_longer_than_the_model_was_made_for_are_told(sft: Config) -> No
     assert not describe_overlong(asked, examples, AutoConfig.from_pretrained(asked.model.name))
 
 
+@pytest.mark.usefixtures("prepared_workers")
 def test_a_prompt_that_leaves_its_completion_no_room_is_dropped_and_counted(gspo: Config, tmp_path: Path) -> None:
     rows = [{"prompt": f"def f{n}(x):\n    return ", "completion": "x"} for n in range(8)]
     rows[2]["prompt"] = "# one line\n" * 300  # the model was made for 512 tokens
@@ -130,6 +131,7 @@ def test_a_prompt_that_leaves_its_completion_no_room_is_dropped_and_counted(gspo
     assert log.index("truncated 1") < log.index("loaded on")
 
 
+@pytest.mark.usefixtures("prepared_workers")
 def test_answers_of_several_kinds_are_given_as_they_are(gspo: Config, tmp_path: Path) -> None:
     source, answers = tmp_path / "answers.jsonl", [4, 4.0, "four", [4], None, {"x": 4}]
     source.write_text("".join(json.dumps({"prompt": f"{n}", "answer": each}) + "\n" for n, each in enumerate(answers)))

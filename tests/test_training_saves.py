@@ -6,11 +6,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import prepared_process
 import pytest
 import torch
 import yaml
@@ -27,6 +27,7 @@ from cogumi.core.run_directory import read_json, read_jsonl, read_section
 from cogumi.evaluation.saved_models import read_setup
 from cogumi.forecast.disk_forecast import forecast_disks
 from cogumi.merge import merge_adapter
+from cogumi.telemetry.status import status_of
 from cogumi.training import loop
 
 Config = dict[str, Any]
@@ -35,6 +36,7 @@ REPOSITORY = Path(__file__).parents[1]
 FAST = {"MIN_SAVE_SECONDS": 0.3, "MAX_SAVE_SHARE": 0.9, "SAVES_PER_RUN": 4}
 SCRIPT = f"""
 import sys, cogumi
+from cogumi.telemetry.status import status_of
 from cogumi.training import loop
 vars(loop).update({FAST})
 cogumi.train(sys.argv[1])
@@ -88,11 +90,11 @@ def test_a_run_that_is_killed_between_saves_goes_on_with_its_interval(silent: Co
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(silent))
     run_dir, environment = Path(silent["cogumi"]["run_dir"]), os.environ | {"PYTHONPATH": str(REPOSITORY)}
     environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums go by it, as in the run below
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run.yaml")]
+    command = [*prepared_process.python(environment), "-c", SCRIPT, str(tmp_path / "run.yaml")]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, env=environment, stdout=said, stderr=said)
         until(lambda: len(list_checkpoints(run_dir / "checkpoints")) >= 2 or process.poll() is not None, 120)
-        process.send_signal(signal.SIGKILL)
+        os.kill(status_of(run_dir).pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         before = read_section(run_dir / "decisions.json", "saves")["interval_seconds"]
         assert subprocess.run(command, env=environment, stdout=said, stderr=said).returncode == 0

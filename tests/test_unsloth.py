@@ -918,6 +918,7 @@ def test_unsloth_that_is_not_installed_is_refused_with_the_fix(sft: dict[str, An
 
 
 @without_unsloth
+@pytest.mark.usefixtures("prepared_workers")
 def test_a_preflight_says_what_will_train_here_and_on_another_card(sft: dict[str, Any]) -> None:
     def line(**more: Any) -> str:
         (found,) = (line for line in cogumi.preflight(sft, **more).lines if line.stage == "backend")
