@@ -40,7 +40,7 @@ from cogumi.merge.logits import (
 from cogumi.models.quantized_bases import quantization_of
 
 WITNESS_NAME = "cogumi-witness.logits"  # safetensors by another name: some loaders take every such file for weights
-COLUMNS = 128  # of the vocabulary, for 2 x 128 tokens: 130 KB in bfloat16
+COLUMNS = 128  # of the vocabulary, for 128 tokens: 66 KB in bfloat16
 # Of the adapter's movement that a merged model makes at least, where training ran on a quantized base, whose logits are others.
 # SmolLM2-135M in NF4: 0.67 for the right merge, 0.04 to 0.11 for scrambled ones, -0.64 for a reversed one.
 FOLLOWED = 0.3
@@ -90,7 +90,7 @@ def write_witness(adapter: Path, live: Any, tokenizer: Any) -> None:
     """
     reference = None
     with best_effort("record the logits of the trained model for later merges"):  # the adapter itself was paid for
-        tokens = prompt_tokens(tokenizer, live.config.get_text_config(), trained_tokens([adapter]))
+        tokens = prompt_tokens(tokenizer, live.config.get_text_config(), trained_tokens([adapter]), rows=1)
         reference = record_logits(live, tokens)
     if reference is None:
         return
@@ -108,7 +108,7 @@ def write_witness(adapter: Path, live: Any, tokenizer: Any) -> None:
 def witness_bytes(model: Any) -> int:
     """Return the bytes of the record of a model, without its header."""
     config = model.config.get_text_config()
-    tokens = 2 * min(PROMPT_TOKENS, getattr(config, "max_position_embeddings", PROMPT_TOKENS))
+    tokens = min(PROMPT_TOKENS, getattr(config, "max_position_embeddings", PROMPT_TOKENS))
     columns = min(COLUMNS, config.vocab_size)
     return tokens * columns * 2 * model.dtype.itemsize + 8 * (tokens + columns)
 

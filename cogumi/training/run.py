@@ -73,7 +73,7 @@ from cogumi.training.watch import RunWatch
 
 log = logging.getLogger("cogumi")
 MAX_HALVINGS = 2  # of the micro-batch, where memory runs out at a step
-LOGIT_ROWS = 4  # examples on which the merged model's logits are compared
+LOGIT_ROWS = 2  # examples on which the merged model's logits are compared
 
 
 @dataclass(frozen=True)
