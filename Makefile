@@ -11,13 +11,15 @@ smoke: .venv/lane
 lab: .venv/lane
 	sh notebooks/lab.sh
 
-# One process per core with one thread each, because more threads only wait for each other on tiny models. Idle processes
-# take tests from others. Bytecode is kept, or every process would compile it again.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# One process per core, or per thread of one, with one thread each, because more threads only wait for each other on tiny
+# models. Idle processes take tests from others. Bytecode is kept, or every process would compile it again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
-# Two tiers, both required: this one on every change, and test-slow.
+# Two tiers, both required: this one on every change, and test-slow. `.ci/run` has both in one session, which imports,
+# collects and trains the models that tests share once.
+TIERS := not slow and not sweep
 test: lint
-	$(PYTEST) -m "not slow and not sweep"
+	$(PYTEST) -m "$(TIERS)"
 
 test-slow: .venv/test
 	$(PYTEST) -m "slow and not sweep"
@@ -34,7 +36,7 @@ STABLE_TESTS := $(addprefix tests/test_,$(addsuffix .py,patches_internals losses
 
 # Not part of `make test`: patches, loss, merge and resume on the stable lane's TRL and transformers, in an environment of its own.
 test-stable: .venv-stable/lane
-	PYTHONPATH=tests/older_trl PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-stable/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal \
+	PYTHONPATH=tests/older_trl PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-stable/bin/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal \
 		-m "not sweep" $(STABLE_TESTS)
 
 # Not part of `make test`: unsloth on a CPU, in an environment of its own.

@@ -258,7 +258,7 @@ FORTY = pytest.mark.slow("40 kills, and a resume after each")
 
 @pytest.mark.parametrize(
     ("kills", "sharded"),
-    [(4, True), pytest.param(40, False, marks=FORTY), pytest.param(40, True, marks=FORTY)],
+    [(4, True), pytest.param(40, False, marks=(FORTY, pytest.mark.sweep)), pytest.param(40, True, marks=FORTY)],
     ids=["4-FSDP2", "40-DDP", "40-FSDP2"],
 )
 def test_kills_at_random_moments_lose_nothing(kills: int, sharded: bool, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_a_signal_within_a_step_saves_the_one_before(
 
 
 @pytest.mark.slow("twenty trainings of the small base that a SIGTERM ends")
-@pytest.mark.parametrize("kind", ["sft", "gspo"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("gspo", marks=pytest.mark.sweep)])
 def test_sigterms_within_steps_of_the_small_base(
     kind: str, request: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

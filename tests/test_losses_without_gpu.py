@@ -49,7 +49,6 @@ def test_layers_computed_twice_are_the_same_training(tiny_model: Path, tmp_path:
     assert once["learning_rate"] > 0
 
 
-@pytest.mark.slow("compiles a model")
 def test_a_compiled_model_trains_through_the_head() -> None:
     sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     torch.manual_seed(0)
@@ -57,7 +56,7 @@ def test_a_compiled_model_trains_through_the_head() -> None:
     ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=ids, labels=ids).loss
     utils.add_fused_lm_head(model)
-    compiled: Any = torch.compile(model)
+    compiled: Any = torch.compile(model, backend="aot_eager")
     loss = compiled(input_ids=ids, labels=ids, fused_lm_head=True).loss
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)

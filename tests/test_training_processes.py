@@ -275,7 +275,7 @@ def test_a_pause_holds_both_and_a_file_asks_for_a_checkpoint(start: Start, tmp_p
     assert len(losses(run_dir)) == 60
 
 
-@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize("machines", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_the_users_own_launcher(machines: int, tmp_path: Path) -> None:
     """torchrun, and one on each of two machines, which are this one twice."""
     values = config("sft", tmp_path / "run", processes="all")

@@ -10,11 +10,18 @@ from verdict_runs import Case, judged
 from cogumi.health.flags import Flag
 
 QUICK = {"sft, NaN in the base", "sft, adapter frozen", "sft"}
+# Whole runs that differ from others in a rate, a seed or a batch.
+VARIANTS = {
+    "sft, a fifth of the rate", "sft, constant rate, batch of 8", "gspo, another reward", "grpo, token level",
+    "dpo, a third of the rate", "held out: sft, another seed", "held out: gspo, another seed", "own chat, batch of 4",
+    "own chat, small rate", "own code, small rate", "own pairs, small rate", "own rewards, small rate",
+}  # fmt: skip
 
 
 def cases(all_of_them: tuple[Case, ...]) -> list[object]:
     slow = pytest.mark.slow("a training of a hundred steps")
-    return [pytest.param(each, id=each.name, marks=[] if each.name in QUICK else slow) for each in all_of_them]
+    marks = dict.fromkeys(QUICK, ()) | dict.fromkeys(VARIANTS, (slow, pytest.mark.sweep))
+    return [pytest.param(each, id=each.name, marks=marks.get(each.name, slow)) for each in all_of_them]
 
 
 @pytest.mark.parametrize("case", cases((*BROKEN, *(case for case in HELD_OUT if case.broken))))
