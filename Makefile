@@ -3,7 +3,7 @@ SHELL := /bin/sh
 PYTHON_IN := .venv/bin/python
 LANES := requirements-stable-precompiled.txt $(wildcard requirements/*.txt) requirements/install.sh pyproject.toml
 
-.PHONY: reference size smoke lab test test-slow test-all golden test-stable test-unsloth test-vllm test-ecosystem test-torch27 test-skypilot real lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
+.PHONY: reference size smoke lab test test-slow test-both test-all golden test-stable test-unsloth test-vllm test-ecosystem test-torch27 test-skypilot real lint tools browser bubblewrap notebooks bench faults lock lock-check check-urls clean
 
 smoke: .venv/lane
 	$(PYTHON_IN) -m cogumi.smoke
@@ -15,14 +15,16 @@ lab: .venv/lane
 # models. Idle processes take tests from others. Bytecode is kept, or every process would compile it again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
-# Two tiers, both required: this one on every change, and test-slow. `.ci/run` has both in one session, which imports,
-# collects and trains the models that tests share once.
-TIERS := not slow and not sweep
+# Two tiers, both required: this one on every change, and test-slow.
 test: lint
-	$(PYTEST) -m "$(TIERS)"
+	$(PYTEST) -m "not slow and not sweep"
 
 test-slow: .venv/test
 	$(PYTEST) -m "slow and not sweep"
+
+# Both in one session, which imports, collects, and trains the models that tests share, once.
+test-both: .venv/test
+	$(PYTEST) -m "not sweep"
 
 test-all: lint
 	$(PYTEST)

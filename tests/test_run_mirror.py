@@ -129,7 +129,7 @@ def test_three_machines_destroyed_at_random_moments_cost_nothing(
 
 @pytest.mark.slow("dozens of runs")
 @pytest.mark.parametrize("method", ["sft", "gspo"])
-@pytest.mark.parametrize("chain", range(5))
+@pytest.mark.parametrize("chain", [0, 1, *(pytest.param(chain, marks=pytest.mark.sweep) for chain in (2, 3, 4))])
 def test_machines_destroyed_behind_a_failing_server(
     sft: Config,
     method: str,
@@ -372,7 +372,7 @@ def test_where_all_is_damaged_the_command_in_the_message_starts_over(
 
 
 @pytest.mark.slow("a training for each damaged file")
-@pytest.mark.parametrize("how", ["flipped", "shorter", "gone"])
+@pytest.mark.parametrize("how", ["flipped", pytest.param("shorter", marks=pytest.mark.sweep), "gone"])
 def test_a_damaged_mirror_is_continued_from_what_is_whole_or_refused(
     sft: Config, stop_after: Any, tmp_path: Path, how: str, train_once: Any, tiny_model: Path
 ) -> None:
@@ -573,6 +573,7 @@ def test_a_run_goes_to_a_repository(hub: HubServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("two runs of two processes")
+@pytest.mark.usefixtures("prepared_workers")
 def test_several_processes_are_told_that_the_run_is_finished(sft: Config, tmp_path: Path) -> None:
     sft["cogumi"] |= {"mirror": str(tmp_path / "mirror"), "processes": 2}
     first = cogumi.train(sft)
