@@ -16,6 +16,7 @@ from builders import (
     check_merge,
     distances,
     edit_config,
+    edit_tensors,
     load,
     save_base,
     train,
@@ -24,7 +25,7 @@ from golden import Golden
 from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BioGptConfig, LlamaConfig, PhiConfig, PreTrainedConfig
+from transformers import BioGptConfig, LlamaConfig, LongcatFlashConfig, PhiConfig, PreTrainedConfig
 from transformers.models.inkling import InklingTextConfig
 
 from cogumi.core.errors import UsageError
@@ -288,6 +289,11 @@ INKLING = InklingTextConfig(
     **SIZES, head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, sliding_window_size=16,
     d_rel=4, rel_extent=16, moe_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
 )  # fmt: skip
+LONGCAT = LongcatFlashConfig(
+    hidden_size=64, ffn_hidden_size=96, num_layers=1, num_attention_heads=4, vocab_size=256, q_lora_rank=16, kv_lora_rank=16,
+    qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, head_dim=16, n_routed_experts=4, moe_topk=2, zero_expert_num=2,
+    expert_ffn_hidden_size=48, max_position_embeddings=128,
+)  # fmt: skip
 BEYOND_WEIGHTS: dict[str, tuple[PreTrainedConfig, dict[str, Any], str]] = {
     "norm-behind-the-embedding": (INKLING, {"target_modules": ["embed_tokens"]}, "InklingNormedEmbedding"),
     "tokens-before-a-norm": (INKLING, {"trainable_token_indices": [5]}, "InklingNormedEmbedding"),
@@ -296,6 +302,11 @@ BEYOND_WEIGHTS: dict[str, tuple[PreTrainedConfig, dict[str, Any], str]] = {
         PhiConfig(**SIZES),
         {"trainable_token_indices": {"lm_head": [5]}},
         "without the bias",
+    ),
+    "a-weight-that-is-read-without-a-call": (
+        LONGCAT,
+        {"target_modules": ["classifier"]},
+        "LongcatFlashTopkRouter reads",
     ),
 }
 
@@ -319,6 +330,13 @@ def test_layers_beside_a_normed_embedding_merge(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", INKLING)
     lora = {"target_modules": ["q_proj", "o_proj", "lm_head"], "modules_to_save": ["embed_tokens"], "lora_alpha": 64}
     check_merge(base, train(load(base), tmp_path / "adapter", **lora), tmp_path / "out")
+
+
+def test_a_layer_that_is_never_called_merges_where_its_update_is_zero(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", LONGCAT)
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["classifier", "o_proj"], init_lora_weights=False)
+    edit_tensors(adapter, lambda name, tensor: tensor * 0 if "classifier.lora_B" in name else tensor)
+    check_merge(base, adapter, tmp_path / "out")
 
 
 @pytest.mark.parametrize("lora", [{"target_modules": ["lm_head"]}, {"target_modules": ["lm_head"], "bias": "all"}])

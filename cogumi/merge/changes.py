@@ -5,11 +5,13 @@ by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The
 """
 
 import copy
+import inspect
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from safetensors import safe_open
 from torch import nn
 
 from cogumi.core.safetensors_file import Span, leading_rows_equal
@@ -35,9 +37,9 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
     if adapter.config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS") and trained[1] not in head_classes(trained[0]):
         fix = "save it again with its head, or, if it was trained on text, set its task_type to CAUSAL_LM"
         raise adapter.refused(f"neither it nor base {base.name} has the head for labels of its task_type", fix)
-    collector = LayerChanges(adapter, base, spans)
+    collector = LayerChanges(adapter, base, spans, layers.get_base_model())
     # Tokens of a tied layer are another layer's, which is added first.
-    modules = layers.get_base_model().named_modules()
+    modules = collector.model.named_modules()
     for name, module in sorted(modules, key=lambda entry: getattr(entry[1], "tied_adapter", None) is not None):
         collector.add_module(name, module)
     changes.parameters = collector.changes
@@ -126,6 +128,7 @@ class LayerChanges:
     adapter: Adapter
     base: Base
     spans: dict[str, Span]
+    model: Any
     changes: dict[str, Change] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     tokens: dict[int, Rows] = field(default_factory=dict)
@@ -181,6 +184,7 @@ class LayerChanges:
         weights, rank, scaling = self.adapter.weights, layer.r["default"], float(layer.scaling["default"])
         kind = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
         key_a, key_b = (f"{key}.{kind.format(side)}" for side in "AB")
+        self.refuse_bypassed(key, parameter, key_a, key_b)
         transposed = is_embedding or bool(layer.fan_in_fan_out)
         term = LowRank(weights, key_a, key_b, rank, scaling, transposed=transposed)
         magnitude = f"{key}.lora_magnitude_vector" if layer.use_dora["default"] else None
@@ -193,6 +197,21 @@ class LayerChanges:
                 raise self.adapter.refused(message)
             bias = LowRank(weights, None, f"{key}.lora_B.bias", 1, scaling)
             self.add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
+
+    def refuse_bypassed(self, key: str, parameter: str, *factors: str) -> None:
+        """Refuse an update of a layer that is never called, since its parent reads the weight: PEFT's has no effect there.
+
+        A training leaves it at zero.
+        """
+        parent, _, leaf = key.removeprefix(PREFIX).rpartition(".")
+        kind = type(self.model.get_submodule(parent))
+        source = inspect.getsource(kind)
+        if f"self.{leaf}(" in source or not re.search(rf"\bself\.{leaf}\.weight\b(?!\.(dtype|device|shape))", source):
+            return
+        with safe_open(self.adapter.weights, framework="pt") as weights:
+            if all(weights.get_tensor(name).any() for name in factors):
+                problem = f"{kind.__name__} reads the weight of {parameter} without calling the layer"
+                raise self.adapter.refused(f"{problem}, so that PEFT's update has no effect and a merge would have one")
 
     def refuse_other_forward(self, parameter: str, layer: Any, has_tokens: bool = False) -> None:
         """Refuse a layer whose forward is more than a product with its weight and embed_scale: PEFT's update is added behind.
