@@ -269,6 +269,28 @@ def test_an_entry_of_another_type_is_named(entry: str, value: Any, base: Path, t
     assert not (tmp_path / "out").exists()
 
 
+def test_an_empty_factor_is_one_of_zero_3(base: Path, tmp_path: Path) -> None:
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    edit_tensors(adapter, lambda name, tensor: torch.zeros(0) if "layers.1" in name else tensor)
+    with pytest.raises(UsageError, match=r"layers\.1.*lora_A.weight is empty, as ZeRO-3") as caught:
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    assert inspect(adapter, base).refusal == str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_an_adapter_is_not_merged_a_second_time(scale: float, base: Path, tmp_path: Path) -> None:
+    """A small update would be added twice without a word; a large one would look like PiSSA's raw factors."""
+    adapter, merged = train(load(base), tmp_path / "adapter", target_modules=["q_proj"]), tmp_path / "merged"
+    edit_config(adapter, lora_alpha=8 * scale)
+    merge_adapter(adapter, merged, base=base, dtype="float32", progress=False)
+    edit_config(adapter, lora_alpha=4)
+    with pytest.raises(UsageError, match=rf"{merged} is merged with it already.*pass base={base}") as caught:
+        merge_adapter([(adapter, 0.5)], tmp_path / "again", base=merged, progress=False)
+    assert inspect(adapter, merged).refusal == str(caught.value)
+    other = train(load(merged), tmp_path / "other", target_modules=["q_proj"], seed=2)
+    merge_adapter(other, tmp_path / "on-top", base=merged, progress=False)
+
+
 def test_an_adapter_of_mlx_is_no_peft_adapter(base: Path, tmp_path: Path) -> None:
     config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))

@@ -318,6 +318,11 @@ def read_factors(adapter: Adapter) -> tuple[Span, ...]:
             tensor = weights.get_tensor(name)
             if tensor.dtype not in FLOAT_DTYPES.values():
                 raise UsageError(f"adapter {path}: {name} is {tensor.dtype}", fix="convert it to float32")
+            if not tensor.numel():
+                fix = "save with stage3_gather_16bit_weights_on_model_save, or run the checkpoint's zero_to_fp32.py"
+                raise UsageError(
+                    f"adapter {path}: {name} is empty, as ZeRO-3 leaves what a save does not gather", fix=fix
+                )
             if not bool(torch.isfinite(tensor).all()):
                 raise UsageError(f"adapter {path}: {name} holds NaN or infinity", fix="take an earlier checkpoint")
             if factor := FACTOR.fullmatch(name):

@@ -24,7 +24,7 @@ from cogumi.merge.expert_layout import EXPERT_LAYOUTS
 from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.inspection import refuse_raw_factors
 from cogumi.merge.logits import LogitCheck, NotCompared, check_directory
-from cogumi.merge.merge_manifest import build_manifest, totals, write_manifest, write_side_files
+from cogumi.merge.merge_manifest import build_manifest, refuse_second_merge, totals, write_manifest, write_side_files
 from cogumi.merge.output_directory import check_target, has_tokenizer, partial_directory
 from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
 from cogumi.merge.stream import Outcome, progress_bar, write_and_verify
@@ -177,6 +177,7 @@ def merge_adapter(
         asked = "witness" if answers is not None else "verify='logits'"
         fix = f"leave {asked} out, or complete the base"
         raise UsageError(f"{asked} loads base {source_base.name}, and {plan.missing[0]}", fix=fix)
+    refuse_second_merge(plan)
     refuse_raw_factors(plan)
     settings = WriteSettings(target, options | {"expert_layout": expert_layout}, answers, workers, progress)
     try:
