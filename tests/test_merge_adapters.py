@@ -277,6 +277,16 @@ def test_an_empty_factor_is_one_of_zero_3(base: Path, tmp_path: Path) -> None:
     assert inspect(adapter, base).refusal == str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "trainable_params.bin", "new_embeddings.safetensors"])
+def test_weights_that_were_saved_beside_the_adapter_are_not_lost(name: str, base: Path, tmp_path: Path) -> None:
+    """PEFT loads the adapter without them, so that the comparison of logits would agree."""
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    save_file({"model.norm.weight": torch.ones(64)}, adapter / name)
+    with pytest.raises(UsageError, match=f"{name} holds more weights") as caught:
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    assert inspect(adapter, base).refusal == str(caught.value)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 def test_an_adapter_is_not_merged_a_second_time(scale: float, base: Path, tmp_path: Path) -> None:
     """A small update would be added twice without a word; a large one would look like PiSSA's raw factors."""

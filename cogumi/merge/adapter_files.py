@@ -41,6 +41,10 @@ BOTH_SIDES = (
     "pass base=<the model of that vocabulary, saved before it got the adapter>; where PEFT then saves both embedding and "
     "head, save_pretrained(..., save_embedding_layers=True) does, too"
 )
+# Weights trained whole that trainers save beside an adapter and PEFT does not load: LLaVA's and others' projectors and vision
+# towers, LongLoRA's embeddings and norms, rows of new tokens for vLLM.
+TRAINED_BESIDE = ("non_lora_trainables.bin", "non_lora_state_dict.bin", "mm_projector.bin", "trainable_params.bin")
+TRAINED_BESIDE += ("new_embeddings.safetensors", "new_embeddings.bin")
 VLLM_RANK = 16  # the default of --max-lora-rank
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
@@ -174,6 +178,11 @@ def resolve_adapter(path: Path) -> Adapter:
     config = stored | patterns
     if stored.get("layers_pattern") and stored.get("layers_to_transform") is None:
         config["layers_pattern"] = None  # without effect then; today's PEFT refuses it
+    if beside := next((name for name in TRAINED_BESIDE if (path / name).is_file()), None):
+        fix = "put them into the base and save that, move the file elsewhere, and pass base=<that>"
+        raise UsageError(
+            f"adapter {path}: {beside} holds more weights of the training, which are no adapter's", fix=fix
+        )
     files = weight_files(path)
     spans = [span for file in files for span in read_shard(file).spans]
     standard = {span.name: standard_name(span.name) for span in spans}
@@ -318,7 +327,7 @@ def read_factors(adapter: Adapter) -> tuple[Span, ...]:
             tensor = weights.get_tensor(name)
             if tensor.dtype not in FLOAT_DTYPES.values():
                 raise UsageError(f"adapter {path}: {name} is {tensor.dtype}", fix="convert it to float32")
-            if not tensor.numel():
+            if tensor.shape == (0,):
                 fix = "save with stage3_gather_16bit_weights_on_model_save, or run the checkpoint's zero_to_fp32.py"
                 raise UsageError(
                     f"adapter {path}: {name} is empty, as ZeRO-3 leaves what a save does not gather", fix=fix

@@ -199,10 +199,7 @@ class LayerChanges:
             self.add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
 
     def refuse_bypassed(self, key: str, parameter: str, *factors: str) -> None:
-        """Refuse an update of a layer that is never called, since its parent reads the weight: PEFT's has no effect there.
-
-        A training leaves it at zero.
-        """
+        """Refuse an update of a layer that is never called, as its parent reads the weight: PEFT's has no effect there."""
         parent, _, leaf = key.removeprefix(PREFIX).rpartition(".")
         kind = type(self.model.get_submodule(parent))
         source = inspect.getsource(kind)
