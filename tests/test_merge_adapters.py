@@ -277,7 +277,7 @@ def test_an_empty_factor_is_one_of_zero_3(base: Path, tmp_path: Path) -> None:
     assert inspect(adapter, base).refusal == str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "trainable_params.bin", "new_embeddings.safetensors"])
+@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "vit.safetensors", "new_embeddings.safetensors"])
 def test_weights_that_were_saved_beside_the_adapter_are_not_lost(name: str, base: Path, tmp_path: Path) -> None:
     """PEFT loads the adapter without them, so that the comparison of logits would agree."""
     adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])

@@ -41,10 +41,12 @@ BOTH_SIDES = (
     "pass base=<the model of that vocabulary, saved before it got the adapter>; where PEFT then saves both embedding and "
     "head, save_pretrained(..., save_embedding_layers=True) does, too"
 )
-# Weights trained whole that trainers save beside an adapter and PEFT does not load: LLaVA's and others' projectors and vision
-# towers, LongLoRA's embeddings and norms, rows of new tokens for vLLM.
-TRAINED_BESIDE = ("non_lora_trainables.bin", "non_lora_state_dict.bin", "mm_projector.bin", "trainable_params.bin")
-TRAINED_BESIDE += ("new_embeddings.safetensors", "new_embeddings.bin")
+# Weights trained whole that trainers save beside an adapter, and PEFT does not load: projectors and vision towers of LLaVA
+# and ms-swift, LongLoRA's embeddings and norms, rows of new tokens for vLLM.
+TRAINED_BESIDE = (
+    "non_lora_trainables.bin", "non_lora_state_dict.bin", "mm_projector.bin", "vit.safetensors", "trainable_params.bin",
+    "new_embeddings.safetensors", "new_embeddings.bin",
+)  # fmt: skip
 VLLM_RANK = 16  # the default of --max-lora-rank
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
