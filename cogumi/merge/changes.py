@@ -207,8 +207,7 @@ class LayerChanges:
             return
         with safe_open(self.adapter.weights, framework="pt") as weights:
             if all(weights.get_tensor(name).any() for name in factors):
-                problem = f"{kind.__name__} reads the weight of {parameter} without calling the layer"
-                raise self.adapter.refused(f"{problem}, so that PEFT's update has no effect and a merge would have one")
+                raise self.adapter.refused(f"{kind.__name__} reads the weight of {parameter} without PEFT's update")
 
     def refuse_other_forward(self, parameter: str, layer: Any, has_tokens: bool = False) -> None:
         """Refuse a layer whose forward is more than a product with its weight and embed_scale: PEFT's update is added behind.
