@@ -6,12 +6,12 @@ by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The
 
 import copy
 import inspect
+import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from safetensors import safe_open
 from torch import nn
 
 from cogumi.core.safetensors_file import Span, leading_rows_equal
@@ -21,6 +21,8 @@ from cogumi.merge.foreign_adapters import add_layers
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, head_classes, trained_class
 from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features
+
+log = logging.getLogger(__name__)
 
 
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: Any = None) -> Changes:
@@ -184,7 +186,12 @@ class LayerChanges:
         weights, rank, scaling = self.adapter.weights, layer.r["default"], float(layer.scaling["default"])
         kind = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
         key_a, key_b = (f"{key}.{kind.format(side)}" for side in "AB")
-        self.refuse_bypassed(key, parameter, key_a, key_b)
+        if self.is_bypassed(key):
+            log.warning(
+                "%s is used without a call of its layer, where PEFT's update has no effect: left out", parameter
+            )
+            self.used.update(name for name in self.spans if name.startswith(f"{key}.lora_"))
+            return
         transposed = is_embedding or bool(layer.fan_in_fan_out)
         term = LowRank(weights, key_a, key_b, rank, scaling, transposed=transposed)
         magnitude = f"{key}.lora_magnitude_vector" if layer.use_dora["default"] else None
@@ -198,16 +205,12 @@ class LayerChanges:
             bias = LowRank(weights, None, f"{key}.lora_B.bias", 1, scaling)
             self.add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
 
-    def refuse_bypassed(self, key: str, parameter: str, *factors: str) -> None:
-        """Refuse an update of a layer that is never called, as its parent reads the weight: PEFT's has no effect there."""
+    def is_bypassed(self, key: str) -> bool:
+        """Return whether a layer's weight is read by its parent and the layer never called: PEFT's update has no effect."""
         parent, _, leaf = key.removeprefix(PREFIX).rpartition(".")
-        kind = type(self.model.get_submodule(parent))
-        source = inspect.getsource(kind)
-        if f"self.{leaf}(" in source or not re.search(rf"\bself\.{leaf}\.weight\b(?!\.(dtype|device|shape))", source):
-            return
-        with safe_open(self.adapter.weights, framework="pt") as weights:
-            if all(weights.get_tensor(name).any() for name in factors):
-                raise self.adapter.refused(f"{kind.__name__} reads the weight of {parameter} without PEFT's update")
+        source = inspect.getsource(type(self.model.get_submodule(parent)))
+        is_read = re.search(rf"\bself\.{leaf}\.weight\b(?!\.(dtype|device|shape))", source) is not None
+        return is_read and f"self.{leaf}(" not in source
 
     def refuse_other_forward(self, parameter: str, layer: Any, has_tokens: bool = False) -> None:
         """Refuse a layer whose forward is more than a product with its weight and embed_scale: PEFT's update is added behind.
