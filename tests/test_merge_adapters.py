@@ -14,6 +14,7 @@ from builders import (
     all_tensors,
     check_close,
     check_merge,
+    closed_form,
     distances,
     edit_config,
     edit_tensors,
@@ -275,6 +276,14 @@ def test_an_empty_factor_is_one_of_zero_3(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"layers\.1.*lora_A.weight is empty, as ZeRO-3") as caught:
         merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
     assert inspect(adapter, base).refusal == str(caught.value)
+
+
+def test_an_empty_list_of_trained_tokens_trains_none(base: Path, tmp_path: Path) -> None:
+    """PEFT saves it, with a delta of no rows."""
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"], trainable_token_indices=[])
+    merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
+    for name, expected in closed_form(base, adapter).items():
+        torch.testing.assert_close(all_tensors(tmp_path / "out")[name], expected.float(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["non_lora_trainables.bin", "vit.safetensors", "new_embeddings.safetensors"])

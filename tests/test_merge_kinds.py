@@ -60,7 +60,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bias-all": ("qwen2", {"target_modules": ["q_proj"], "bias": "all"}),
     "bias-lora-only": ("qwen2", {"target_modules": ["q_proj"], "bias": "lora_only"}),
     "tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 250]}),
-    "tokens-none": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": []}),
     "tokens-tied": ("qwen3-tied", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 250]}),
     "tokens-two-layers": (
         "llama",
