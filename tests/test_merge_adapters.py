@@ -14,8 +14,10 @@ from builders import (
     all_tensors,
     check_close,
     check_merge,
+    closed_form,
     distances,
     edit_config,
+    edit_tensors,
     load,
     save_base,
     train,
@@ -24,7 +26,7 @@ from golden import Golden
 from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BioGptConfig, LlamaConfig, PhiConfig, PreTrainedConfig
+from transformers import BioGptConfig, LlamaConfig, LongcatFlashConfig, PhiConfig, PreTrainedConfig
 from transformers.models.inkling import InklingTextConfig
 
 from cogumi.core.errors import UsageError
@@ -268,6 +270,46 @@ def test_an_entry_of_another_type_is_named(entry: str, value: Any, base: Path, t
     assert not (tmp_path / "out").exists()
 
 
+def test_an_empty_factor_is_one_of_zero_3(base: Path, tmp_path: Path) -> None:
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    edit_tensors(adapter, lambda name, tensor: torch.zeros(0) if "layers.1" in name else tensor)
+    with pytest.raises(UsageError, match=r"layers\.1.*lora_A.weight is empty, as ZeRO-3") as caught:
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    assert inspect(adapter, base).refusal == str(caught.value)
+
+
+def test_an_empty_list_of_trained_tokens_trains_none(base: Path, tmp_path: Path) -> None:
+    """PEFT saves it, with a delta of no rows."""
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"], trainable_token_indices=[])
+    merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
+    for name, expected in closed_form(base, adapter).items():
+        torch.testing.assert_close(all_tensors(tmp_path / "out")[name], expected.float(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "vit.safetensors", "new_embeddings.safetensors"])
+def test_weights_that_were_saved_beside_the_adapter_are_not_lost(name: str, base: Path, tmp_path: Path) -> None:
+    """PEFT loads the adapter without them, so that the comparison of logits would agree."""
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    save_file({"model.norm.weight": torch.ones(64)}, adapter / name)
+    with pytest.raises(UsageError, match=f"{name} holds more weights") as caught:
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    assert inspect(adapter, base).refusal == str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_an_adapter_is_not_merged_a_second_time(scale: float, base: Path, tmp_path: Path) -> None:
+    """A small update would be added twice without a word; a large one would look like PiSSA's raw factors."""
+    adapter, merged = train(load(base), tmp_path / "adapter", target_modules=["q_proj"]), tmp_path / "merged"
+    edit_config(adapter, lora_alpha=8 * scale)
+    merge_adapter(adapter, merged, base=base, dtype="float32", progress=False)
+    edit_config(adapter, lora_alpha=4)
+    with pytest.raises(UsageError, match=rf"{merged} is merged with it already.*pass base={base}") as caught:
+        merge_adapter([(adapter, 0.5)], tmp_path / "again", base=merged, progress=False)
+    assert inspect(adapter, merged).refusal == str(caught.value)
+    other = train(load(merged), tmp_path / "other", target_modules=["q_proj"], seed=2)
+    merge_adapter(other, tmp_path / "on-top", base=merged, progress=False)
+
+
 def test_an_adapter_of_mlx_is_no_peft_adapter(base: Path, tmp_path: Path) -> None:
     config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
@@ -288,6 +330,11 @@ INKLING = InklingTextConfig(
     **SIZES, head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16, sliding_window_size=16,
     d_rel=4, rel_extent=16, moe_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
 )  # fmt: skip
+LONGCAT = LongcatFlashConfig(
+    hidden_size=64, ffn_hidden_size=96, num_layers=1, num_attention_heads=4, vocab_size=256, q_lora_rank=16, kv_lora_rank=16,
+    qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, head_dim=16, n_routed_experts=4, moe_topk=2, zero_expert_num=2,
+    expert_ffn_hidden_size=48, max_position_embeddings=128,
+)  # fmt: skip
 BEYOND_WEIGHTS: dict[str, tuple[PreTrainedConfig, dict[str, Any], str]] = {
     "norm-behind-the-embedding": (INKLING, {"target_modules": ["embed_tokens"]}, "InklingNormedEmbedding"),
     "tokens-before-a-norm": (INKLING, {"trainable_token_indices": [5]}, "InklingNormedEmbedding"),
@@ -296,6 +343,11 @@ BEYOND_WEIGHTS: dict[str, tuple[PreTrainedConfig, dict[str, Any], str]] = {
         PhiConfig(**SIZES),
         {"trainable_token_indices": {"lm_head": [5]}},
         "without the bias",
+    ),
+    "a-weight-that-is-read-without-a-call": (
+        LONGCAT,
+        {"target_modules": ["classifier"]},
+        "it changes nothing",
     ),
 }
 
@@ -319,6 +371,17 @@ def test_layers_beside_a_normed_embedding_merge(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", INKLING)
     lora = {"target_modules": ["q_proj", "o_proj", "lm_head"], "modules_to_save": ["embed_tokens"], "lora_alpha": 64}
     check_merge(base, train(load(base), tmp_path / "adapter", **lora), tmp_path / "out")
+
+
+@pytest.mark.parametrize("lora", [{}, {"use_dora": True}])
+def test_an_update_of_a_layer_that_is_never_called_is_left_out(
+    lora: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router's weight is read by the module around it, so that the live adapter has no effect on it."""
+    base = save_base(tmp_path / "base", LONGCAT)
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["classifier", "o_proj"], **lora)
+    check_merge(base, adapter, tmp_path / "out")
+    assert "router.classifier is used without a call of its layer" in caplog.text
 
 
 @pytest.mark.parametrize("lora", [{"target_modules": ["lm_head"]}, {"target_modules": ["lm_head"], "bias": "all"}])

@@ -12,8 +12,13 @@ from transformers import (
     AutoModel,
     BartConfig,
     BertConfig,
+    CLIPConfig,
+    EncodecConfig,
     LlamaConfig,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
     Qwen3MoeConfig,
+    RobertaConfig,
     T5Config,
     ViTConfig,
     Wav2Vec2Config,
@@ -48,6 +53,24 @@ OTHER_INPUTS: dict[str, dict[str, torch.Tensor]] = {
     "ViTForImageClassification": {"pixel_values": torch.arange(2 * 3 * 28 * 28).reshape(2, 3, 28, 28).sin()},
     "Wav2Vec2ForCTC": {"input_values": torch.arange(2 * 800).reshape(2, 800).sin()},
 }
+TOWER: dict[str, Any] = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
+TOWER["num_hidden_layers"] = 1
+CODEC = EncodecConfig(
+    num_filters=4, hidden_size=32, codebook_dim=32, codebook_size=64, upsampling_ratios=[4, 2], target_bandwidths=[1.5]
+)  # fmt: skip
+SINGER = MusicgenDecoderConfig(**TOWER, ffn_dim=96, vocab_size=64, num_codebooks=2, pad_token_id=64, bos_token_id=64)
+# Models that the comparison's tokens are not enough for, or too many, and what it says.
+NOT_RUN: dict[str, tuple[Any, str]] = {
+    "CLIPModel": (
+        CLIPConfig(text_config=TOWER, vision_config=TOWER | SIGHT),
+        "CLIPModel with the adapter does not run",
+    ),
+    "RobertaForMaskedLM": (RobertaConfig(**SIZES), "RobertaForMaskedLM with the adapter does not run"),
+    "MusicgenForConditionalGeneration": (
+        MusicgenConfig(text_encoder=T5.to_dict(), audio_encoder=CODEC.to_dict(), decoder=SINGER.to_dict()),
+        "MusicgenForConditionalGeneration has several vocabularies",
+    ),
+}
 ATTENTION = {"T5ForConditionalGeneration": ["q"], "ViTForImageClassification": ["q_proj", "fc1"]}
 FEW = ("BertForMaskedLM", "BertModel", "T5ForConditionalGeneration", "Wav2Vec2ForCTC", "bert-whole-head", "bart-head")
 # A head that is tied, alone, with its bias, and the embedding that it is tied to.
@@ -64,7 +87,7 @@ UNTIED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def save_model(name: str, path: Path) -> Path:
     torch.manual_seed(0)
-    model = getattr(transformers, name)(MODELS[name])
+    model = getattr(transformers, name)(MODELS[name] if name in MODELS else NOT_RUN[name][0])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -112,6 +135,19 @@ def test_a_model_of_another_task(name: str, tmp_path: Path) -> None:
     steps = {step.name: step.passed for step in certify(adapter, out, base=str(base)).steps}
     assert steps["adapter's file, merged files"] is True
     assert steps.get("adapter on its base, merged model") is (None if name in OTHER_INPUTS else True)
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_a_model_that_does_not_run_on_the_prompt_is_said_not_to(name: str, tmp_path: Path) -> None:
+    base, out = save_model(name, tmp_path / "base"), tmp_path / "out"
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj", "query"], task_type=None)
+    with pytest.raises(UsageError, match=NOT_RUN[name][1]):
+        merge_adapter(adapter, out, base=base, verify="logits", progress=False)
+    merge_adapter(adapter, out, base=base, progress=False)
+    steps = {step.name: step for step in certify(adapter, out, base=str(base)).steps}
+    assert steps["adapter's file, merged files"].passed is True
+    assert steps["adapter on its base, merged model"].passed is None
+    assert NOT_RUN[name][1] in steps["adapter on its base, merged model"].figure
 
 
 @pytest.mark.parametrize("case", most_in_sweep(UNTIED))

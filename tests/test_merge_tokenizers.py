@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from builders import SIZES, run_config, save_base, train_adapter
-from transformers import AutoTokenizer, LlamaConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 import cogumi
 from cogumi.merge import merge_adapter
@@ -179,3 +181,18 @@ def test_a_run_keeps_the_bases_tokenizer(tuning: str, llama3: Path, code_parquet
     assert result.merged
     for place in filter(None, (result.merged, result.adapter)):
         assert saved_files(place) == saved_files(llama3)
+
+
+@pytest.mark.parametrize(("rows", "is_warned"), [(256, True), (320, False)])
+def test_tokens_without_a_row_are_said(
+    rows: int, is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PEFT leaves a resized embedding out where it does not find the base's config, as without a network."""
+    base = save_base(tmp_path / "base", LlamaConfig(**SIZES | {"vocab_size": rows}))
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    words = Tokenizer(WordLevel({str(number): number for number in range(256)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0")
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(adapter)
+    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    assert ("the tokenizer has token 256 and the model 256 rows" in caplog.text) == is_warned

@@ -191,7 +191,11 @@ def test_an_adapter_of_the_class_with_the_towers_is_merged(base: Path, kind: str
     assert any(part in key for key in load_file(adapter / "adapter_model.safetensors") for part in OUTSIDE)
     merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", verify="logits", progress=False)
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
     expected = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().state_dict()
+    # torch's MultiheadAttention reads this weight without PEFT's update, which merge_and_unload adds all the same.
+    pooling = "model.vision_tower.head.attention.out_proj.weight"
+    expected |= {name: value for name, value in plain.items() if name == pooling}
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     assert merged.keys() == expected.keys()
     for name, value in expected.items():

@@ -41,6 +41,11 @@ BOTH_SIDES = (
     "pass base=<the model of that vocabulary, saved before it got the adapter>; where PEFT then saves both embedding and "
     "head, save_pretrained(..., save_embedding_layers=True) does, too"
 )
+# Weights trained whole beside an adapter, which PEFT does not load: of LLaVA, ms-swift and LongLoRA, vLLM's rows of new tokens.
+TRAINED_BESIDE = (
+    "non_lora_trainables.bin", "non_lora_state_dict.bin", "mm_projector.bin", "vit.safetensors", "trainable_params.bin",
+    "new_embeddings.safetensors", "new_embeddings.bin",
+)  # fmt: skip
 VLLM_RANK = 16  # the default of --max-lora-rank
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
@@ -174,6 +179,9 @@ def resolve_adapter(path: Path) -> Adapter:
     config = stored | patterns
     if stored.get("layers_pattern") and stored.get("layers_to_transform") is None:
         config["layers_pattern"] = None  # without effect then; today's PEFT refuses it
+    if beside := next((name for name in TRAINED_BESIDE if (path / name).is_file()), None):
+        fix = "put them into the base, save that, move the file elsewhere, and pass base=<that>"
+        raise UsageError(f"adapter {path}: {beside} holds more weights, which the training changed, too", fix=fix)
     files = weight_files(path)
     spans = [span for file in files for span in read_shard(file).spans]
     standard = {span.name: standard_name(span.name) for span in spans}
@@ -318,6 +326,9 @@ def read_factors(adapter: Adapter) -> tuple[Span, ...]:
             tensor = weights.get_tensor(name)
             if tensor.dtype not in FLOAT_DTYPES.values():
                 raise UsageError(f"adapter {path}: {name} is {tensor.dtype}", fix="convert it to float32")
+            if tensor.shape == (0,):
+                fix = "save with stage3_gather_16bit_weights_on_model_save, or run the checkpoint's zero_to_fp32.py"
+                raise UsageError(f"adapter {path}: {name} is empty, as ZeRO-3 leaves what is not gathered", fix=fix)
             if not bool(torch.isfinite(tensor).all()):
                 raise UsageError(f"adapter {path}: {name} holds NaN or infinity", fix="take an earlier checkpoint")
             if factor := FACTOR.fullmatch(name):

@@ -208,7 +208,7 @@ def load_update(piece: Piece, tensor: TensorPlan, weights: Weights) -> Update:
         right = torch.cat([side[1] for side in sides], dim=0)
     rows = values = magnitude = factor = None
     if change.rows is not None:
-        rows = torch.tensor(change.rows.indices)
+        rows = torch.tensor(change.rows.indices, dtype=torch.int64)
         values = weights[change.rows.file].get_tensor(change.rows.key).double()
     if change.magnitude is not None:
         magnitude = weights[change.magnitude[0]].get_tensor(change.magnitude[1]).double()

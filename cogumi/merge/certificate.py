@@ -150,10 +150,10 @@ def compare_pair(adapter: Adapter, base: Path, merged: Path, answers: Sequence[A
     """Compare a merged directory with base + adapter on the prompts, or else on the built-in text. Raises NotCompared."""
     from transformers import AutoConfig
 
+    loader = loader_of([adapter.directory], merged)
     tokenizer, config = tokenizer_of(merged), AutoConfig.from_pretrained(merged).get_text_config()
     if answers and tokenizer is None:
         raise UsageError("the merged model has no tokenizer to read prompts with", key="--prompts", fix="leave it out")
-    loader = loader_of([adapter.directory], merged)
     text = "".join(answer.text(tokenizer) for answer in answers)
     tokens = prompt_tokens(tokenizer, config, trained_tokens([adapter.directory]), text=text or PROMPT)
     reference = record_directory([(adapter.directory, 1.0)], base, merged, tokens, loader)

@@ -5,6 +5,8 @@ by PEFT's own rules. It also gives the keys and shapes that PEFT would save. The
 """
 
 import copy
+import inspect
+import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,8 @@ from cogumi.merge.foreign_adapters import add_layers
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, head_classes, trained_class
 from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features
+
+log = logging.getLogger(__name__)
 
 
 def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: Any = None) -> Changes:
@@ -35,9 +39,9 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
     if adapter.config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS") and trained[1] not in head_classes(trained[0]):
         fix = "save it again with its head, or, if it was trained on text, set its task_type to CAUSAL_LM"
         raise adapter.refused(f"neither it nor base {base.name} has the head for labels of its task_type", fix)
-    collector = LayerChanges(adapter, base, spans)
+    collector = LayerChanges(adapter, base, spans, layers.get_base_model())
     # Tokens of a tied layer are another layer's, which is added first.
-    modules = layers.get_base_model().named_modules()
+    modules = collector.model.named_modules()
     for name, module in sorted(modules, key=lambda entry: getattr(entry[1], "tied_adapter", None) is not None):
         collector.add_module(name, module)
     changes.parameters = collector.changes
@@ -126,6 +130,7 @@ class LayerChanges:
     adapter: Adapter
     base: Base
     spans: dict[str, Span]
+    model: Any
     changes: dict[str, Change] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     tokens: dict[int, Rows] = field(default_factory=dict)
@@ -181,6 +186,12 @@ class LayerChanges:
         weights, rank, scaling = self.adapter.weights, layer.r["default"], float(layer.scaling["default"])
         kind = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
         key_a, key_b = (f"{key}.{kind.format(side)}" for side in "AB")
+        if self.is_bypassed(key):
+            log.warning(
+                "%s is used without a call of its layer, where PEFT's update has no effect: left out", parameter
+            )
+            self.used.update(name for name in self.spans if name.startswith(f"{key}.lora_"))
+            return
         transposed = is_embedding or bool(layer.fan_in_fan_out)
         term = LowRank(weights, key_a, key_b, rank, scaling, transposed=transposed)
         magnitude = f"{key}.lora_magnitude_vector" if layer.use_dora["default"] else None
@@ -193,6 +204,13 @@ class LayerChanges:
                 raise self.adapter.refused(message)
             bias = LowRank(weights, None, f"{key}.lora_B.bias", 1, scaling)
             self.add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
+
+    def is_bypassed(self, key: str) -> bool:
+        """Return whether a layer's weight is read by its parent and the layer never called: PEFT's update has no effect."""
+        parent, _, leaf = key.removeprefix(PREFIX).rpartition(".")
+        source = inspect.getsource(type(self.model.get_submodule(parent)))
+        is_read = re.search(rf"\bself\.{leaf}\.weight\b(?!\.(dtype|device|shape))", source) is not None
+        return is_read and f"self.{leaf}(" not in source
 
     def refuse_other_forward(self, parameter: str, layer: Any, has_tokens: bool = False) -> None:
         """Refuse a layer whose forward is more than a product with its weight and embed_scale: PEFT's update is added behind.

@@ -30,6 +30,7 @@ from cogumi.merge.adapter_files import (
 from cogumi.merge.arithmetic import factors, row_blocks
 from cogumi.merge.bases import Base, resolve_base
 from cogumi.merge.foreign_adapters import as_installed, scaling_of
+from cogumi.merge.merge_manifest import refuse_second_merge
 from cogumi.merge.parameter_map import Change, LowRank
 from cogumi.merge.plan import MergePlan, Piece, build_plan, update_norm
 from cogumi.models.targets import Coverage
@@ -110,7 +111,7 @@ class AdapterReport:
             "updates": ", ".join(f"{count} of rank {rank}" for rank, count in sorted(ranks.items())),
             "modules": ", ".join(f"{name} ({count})" for name, count in modules.most_common()),
             "share": str(self.coverage or ""),
-            "experts": self.reading,
+            "reading": self.reading,
             "|delta|, of |W|" if self.coverage else "|delta|": ", ".join(layers),
             "unusual": "\n".join(self.unusual),
             "merge": f"refused: {self.refusal}" if self.refusal else merge,
@@ -161,6 +162,7 @@ def inspect(adapter: str | Path, base: str | Path | None = None) -> AdapterRepor
         try:
             part = as_installed(part, model)
             plan = build_plan([(part, 1.0)], model, "keep")
+            refuse_second_merge(plan)
             refuse_raw_factors(plan)
         except UsageError as error:
             refusal = str(error)

@@ -273,6 +273,10 @@ def loader_of(adapters: Sequence[Path], merged: Path) -> Loader:
     kind = adapted_class(config, names)
     if (given := getattr(kind, "main_input_name", "input_ids")) != "input_ids":
         raise NotCompared(f"{kind.__name__} takes {given}, and a comparison gives tokens alone")
+    try:
+        config.get_text_config()
+    except ValueError as error:
+        raise NotCompared(f"{kind.__name__} has several vocabularies: {one_line(error)}") from error
     labelled = config if kind in head_classes(config) else None
     return Loader(kind, measure_directory(merged)[1], torch.device("cpu"), labelled)
 
@@ -301,7 +305,13 @@ def adapted(
 
     vocabulary = AutoConfig.from_pretrained(merged).get_text_config().vocab_size
     with loaded(base, loader, merged, input_ids.numel() * vocabulary) as model:
-        yield adapted_model(adapters, model, vocabulary)
+        try:
+            yield adapted_model(adapters, model, vocabulary)
+        except OUT_OF_MEMORY:
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            name = type(model).__name__
+            raise NotCompared(f"{name} with the adapter does not run on these tokens: {one_line(error)}") from error
 
 
 def compare_directory(reference: Reference, merged: Path, loader: Loader, kept: float | None = None) -> LogitCheck:

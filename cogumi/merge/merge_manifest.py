@@ -16,7 +16,7 @@ from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes, join_names
 from cogumi.core.notices import show_seconds, show_stage
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Span, read_elements
-from cogumi.merge.adapter_files import resolve_adapter, weight_files
+from cogumi.merge.adapter_files import read_json, resolve_adapter, weight_files
 from cogumi.merge.arithmetic import BLOCK_ELEMENTS, DeltaStats
 from cogumi.merge.bases import dequantized_base, read_model
 from cogumi.merge.foreign_adapters import as_installed
@@ -99,6 +99,17 @@ def build_manifest(
 def hash_adapter(path: Path) -> dict[str, str]:
     """Return the BLAKE3 of an adapter's configuration and weights, by name."""
     return {file.name: blake3_file(file) for file in (path / "adapter_config.json", *weight_files(path))}
+
+
+def refuse_second_merge(plan: MergePlan) -> None:
+    """Raise UsageError for an adapter that the base is already merged with, as its manifest says."""
+    path = plan.base.path / MANIFEST_NAME
+    manifest = read_json(path) if path.is_file() else {}
+    merged = {digest for part in manifest.get("adapters", []) for digest in part["blake3"].values()}
+    for adapter, _ in plan.adapters:
+        if merged & {blake3_file(file) for file in weight_files(adapter.path)}:
+            problem = f"base {plan.base.name} is merged with it already ({MANIFEST_NAME})"
+            raise adapter.refused(problem, fix=f"pass base={manifest['base']['name']}, where it can have any weight")
 
 
 def totals(plan: MergePlan, outcome: Outcome) -> dict[str, Any]:

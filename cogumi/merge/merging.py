@@ -4,6 +4,7 @@ The steps are resolve -> plan -> allocate -> write and verify -> manifest -> com
 The others write and check a directory beside the output, which the last one renames: it is absent or complete.
 """
 
+import json
 import logging
 import math
 import os
@@ -17,14 +18,14 @@ from cogumi.core.disk_space import space_of
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
-from cogumi.merge.adapter_files import find_adapter, resolve_adapter
+from cogumi.merge.adapter_files import find_adapter, read_json, resolve_adapter
 from cogumi.merge.bases import check_further_base, resolve_base
 from cogumi.merge.completeness import describe_missing
 from cogumi.merge.expert_layout import EXPERT_LAYOUTS
 from cogumi.merge.foreign_adapters import as_installed
 from cogumi.merge.inspection import refuse_raw_factors
 from cogumi.merge.logits import LogitCheck, NotCompared, check_directory
-from cogumi.merge.merge_manifest import build_manifest, totals, write_manifest, write_side_files
+from cogumi.merge.merge_manifest import build_manifest, refuse_second_merge, totals, write_manifest, write_side_files
 from cogumi.merge.output_directory import check_target, has_tokenizer, partial_directory
 from cogumi.merge.plan import OUTPUT_DTYPES, MergePlan, build_plan
 from cogumi.merge.stream import Outcome, progress_bar, write_and_verify
@@ -177,6 +178,7 @@ def merge_adapter(
         asked = "witness" if answers is not None else "verify='logits'"
         fix = f"leave {asked} out, or complete the base"
         raise UsageError(f"{asked} loads base {source_base.name}, and {plan.missing[0]}", fix=fix)
+    refuse_second_merge(plan)
     refuse_raw_factors(plan)
     settings = WriteSettings(target, options | {"expert_layout": expert_layout}, answers, workers, progress)
     try:
@@ -192,6 +194,12 @@ def merge_adapter(
         log.warning("%s", reason)
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
+    config, file = json.loads(plan.config), target / "tokenizer.json"
+    rows = (config.get("text_config") or config).get("vocab_size", math.inf)
+    tokens = read_json(file).get("added_tokens", []) if file.is_file() else []
+    if (last := max((token["id"] for token in tokens), default=0)) >= rows:
+        message = "the tokenizer has token %d and the model %d rows: one trained on more should bring its embedding"
+        log.warning(message, last, rows)
     if unchanged := [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]:
         message = "%d of %d updates are zero (never trained?), the first is %s"
         log.warning(message, len(unchanged), len(outcome.stats), unchanged[0])
