@@ -59,6 +59,8 @@ def test_keys_that_only_late_rows_have_are_read(tmp_path: Path, monkeypatch: pyt
     found = rows_of(tmp_path, [*alpaca, {"instruction": "Add.", "input": "2 3", "output": "5."}])
     assert rendered([ask("Add.\n\n2 3"), say("5.")]) in ids_of(found)
     assert "(KTO)" in refusal(tmp_path, [*plain, {"messages": CHAT, "label": False}]).message
+    no_row: Any = [1]
+    assert "(KTO)" in refusal(tmp_path, [*plain, no_row, {"messages": CHAT, "label": False}]).message
 
 
 def test_the_keys_of_a_long_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

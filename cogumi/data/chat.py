@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from cogumi.core.errors import UsageError
-from cogumi.data.rows import MEDIA, BadRow, decode_cell, describe_value
+from cogumi.data.rows import JSON, MEDIA, BadRow, decode_cell, describe_value
 
 Message = dict[str, Any]
 Side = str | list[Message]
@@ -70,7 +70,7 @@ class Question:
 
 def _parse_json(text: str, reason: str) -> Any:
     try:
-        return json.loads(text)
+        return JSON.decode(text)
     except (ValueError, RecursionError):
         raise BadRow(reason, text) from None
 
@@ -153,6 +153,9 @@ def unused_keys(cells: Iterable[Any]) -> set[str]:
         for message in messages if isinstance(messages, list) else [messages]:
             if isinstance(message, Mapping) and MESSAGE_KEYS & message.keys():
                 keys |= {key for key in message.keys() - MESSAGE_KEYS if message[key] not in (None, "", [], {})}
+                role = str(message.get("role") or message.get("from")).strip().lower()
+                if ROLES.get(role) in ("user", "tool", "system", "developer"):
+                    keys |= {f"{key} (of {role})" for key in LEARN_KEYS if message.get(key)}
     return keys
 
 
@@ -229,8 +232,9 @@ def _refuse_empty_answers(messages: Sequence[Message]) -> None:
 
 
 def _refuse_empty_prompt(prompt: Side) -> None:
-    texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if "tool_calls" not in turn]
-    if not "".join(texts).strip():
+    """Raise BadRow for a prompt without text, or a user's turn without any: the answer to nothing would be learned."""
+    texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if turn["role"] == "user"]
+    if not all(map(str.strip, texts)):
         raise BadRow("with an empty prompt")
 
 
@@ -241,7 +245,7 @@ def _refuse_repr(text: str) -> None:
 
 def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
     """Return the messages in a cell, also in its JSON text, or its only message; any other text is text."""
-    value = row[name]
+    value = decode_cell(row[name])
     if isinstance(value, list) or _is_message(value):
         return read_messages(value if isinstance(value, list) else [value])
     text = _read_text(row, name)
@@ -255,6 +259,20 @@ def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
         if messages and all(map(_is_message, messages)):
             return read_messages(messages)
     return text
+
+
+def _read_answer(row: Mapping[str, Any], name: str, prompt: Side | None) -> Side:
+    """Return an answer as `_text_or_messages`.
+
+    JSON of messages behind a prompt of text is text, which a model may have to write, unless it is a list that begins with
+    the assistant's turn or repeats the prompt.
+    """
+    answer = _text_or_messages(row, name)
+    if isinstance(answer, str) or not isinstance(prompt, str) or not isinstance(row[name], str | bytes):
+        return answer
+    is_list = _read_text(row, name).lstrip().startswith("[")
+    is_answer = answer[0]["role"] == "assistant" or _holds(answer[:-1], prompt)
+    return answer if is_list and is_answer else _read_text(row, name)
 
 
 def _is_message(value: Any) -> bool:
@@ -355,6 +373,7 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
         messages = messages[: last + 1]
     if last == 0:
         raise BadRow("with nothing before the answer")
+    _refuse_empty_prompt(messages)
     asked = (index for index, message in enumerate(messages[:last]) if message["role"] in ("user", "tool"))
     prompt_length = {"completion": last, "all": 0}.get(learn, next(asked, 1))
     _refuse_empty_answers(messages[prompt_length:])
@@ -363,7 +382,9 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
 
 def read_completion(row: dict[str, Any], repeats: bool = False) -> Conversation | tuple[str, str]:
     """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
-    prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
+    prompt = _text_or_messages(row, "prompt")
+    completion = _read_answer(row, "completion", prompt)
+    _refuse_empty_prompt(prompt)
     if isinstance(prompt, str) and isinstance(completion, str):
         completion = completion.removeprefix(prompt) if repeats else completion
         if not completion.strip():
@@ -408,12 +429,12 @@ def read_document(row: dict[str, Any]) -> str:
 
 def read_pair(row: dict[str, Any], repeats: bool = False) -> dict[str, Any]:
     """Return {"prompt", "chosen", "rejected", "tools"}, the first three all text or all messages. Raises BadRow."""
-    chosen, rejected = _text_or_messages(row, "chosen"), _text_or_messages(row, "rejected")
+    prompt: Side | None = _text_or_messages(row, "prompt") if row.get("prompt") is not None else None
+    chosen, rejected = (_read_answer(row, name, prompt) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("whose chosen and rejected are of two kinds")
     if chosen == rejected:
         raise BadRow("whose chosen and rejected are the same")
-    prompt: Side | None = _text_or_messages(row, "prompt") if row.get("prompt") is not None else None
     if isinstance(chosen, str) and isinstance(prompt, list):
         chosen, rejected = _as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")
     elif isinstance(chosen, list) and prompt is not None:
@@ -434,6 +455,7 @@ def read_pair(row: dict[str, Any], repeats: bool = False) -> dict[str, Any]:
             raise BadRow("whose chosen and rejected begin with different turns")
         column = "" if row.get("prompt") is not None else " (data.columns.prompt names its column)"
         raise BadRow(f"without a prompt{column}")
+    _refuse_empty_prompt(prompt)
     prompt = _with_system(row, prompt)
     for side in (chosen, rejected):
         if isinstance(side, str):
@@ -479,8 +501,8 @@ def read_question(row: dict[str, Any]) -> Question:
 
 def read_prompt(row: dict[str, Any], repeats: bool = False) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
-    completion = None if row.get("completion") is None else _text_or_messages(row, "completion")
     prompt = _text_or_messages(row, "prompt")
+    completion = None if row.get("completion") is None else _read_answer(row, "completion", prompt)
     if repeats and isinstance(prompt, str) and isinstance(completion, str):
         completion = completion.removeprefix(prompt)
     answer = None if completion is None else split_thought(text_of(completion))[1]
