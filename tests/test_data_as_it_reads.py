@@ -13,6 +13,7 @@ from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.data import sources
 from cogumi.methods.examples import Examples, prepare_examples
+from cogumi.methods.gspo import try_rewards
 from tests.builders import run_config
 from tests.chat_tokenizers import ask, chat_tokenizer, chunk_of, say, turn
 from tests.test_data_leaks import write_lines
@@ -150,6 +151,20 @@ def test_a_column_answer_is_what_the_rewards_get(tmp_path: Path, format: Any, ro
         tmp_path, [row | {"answer": "x", "gold": 7}], format, "gspo", columns={"answer": "gold"}
     ).train.dataset
     assert found["answer"] == 7
+
+
+def test_a_column_that_a_reward_would_take_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = "def score(completions, gold=None, size=3, **_):\n    return [float(gold is None)] * len(completions)\n"
+    (tmp_path / "r.py").write_text(code)
+    ours = {"rewards": [f"{tmp_path}/r.py:score"]}
+    for columns in ({}, {"gold": "gold"}):
+        found = rows_of(tmp_path, [{"prompt": "q", "gold": "5"}], "prompt_completion", "gspo", columns=columns)
+        config = run_config("gspo", tmp_path, tmp_path / "rows.jsonl", tmp_path / "run", cogumi=ours)
+        caplog.clear()
+        try_rewards(load_config(config), found.train.dataset)
+        message = "score takes `gold`, a column of the data that it is not given: set data.columns.gold: gold"
+        assert (message in caplog.text) is not bool(columns)
+        assert "`size`" not in caplog.text
 
 
 def test_sides_that_repeat_a_prompt_of_messages(tmp_path: Path) -> None:

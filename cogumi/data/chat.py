@@ -154,8 +154,8 @@ def unused_keys(cells: Iterable[Any]) -> set[str]:
             if isinstance(message, Mapping) and MESSAGE_KEYS & message.keys():
                 keys |= {key for key in message.keys() - MESSAGE_KEYS if message[key] not in (None, "", [], {})}
                 role = str(message.get("role") or message.get("from")).strip().lower()
-                if ROLES.get(role) in ("user", "tool", "system", "developer"):
-                    keys |= {f"{key} (of {role})" for key in LEARN_KEYS if message.get(key)}
+                is_read = ROLES.get(role, "assistant") == "assistant"
+                keys |= {f"{key} (of {role})" for key in LEARN_KEYS if message.get(key) and not is_read}
     return keys
 
 
@@ -243,36 +243,24 @@ def _refuse_repr(text: str) -> None:
         raise BadRow("of Python's repr of messages, which is not JSON (json.dumps writes that)", text)
 
 
-def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
-    """Return the messages in a cell, also in its JSON text, or its only message; any other text is text."""
+def _text_or_messages(row: Mapping[str, Any], name: str, prompt: Side | None = None) -> Side:
+    """Return the messages in a cell, also in its JSON text, or its only message; any other text is text.
+
+    JSON that answers a prompt of text is text, unless it is a list that begins with the assistant's turn or repeats the prompt.
+    """
     value = decode_cell(row[name])
     if isinstance(value, list) or _is_message(value):
         return read_messages(value if isinstance(value, list) else [value])
     text = _read_text(row, name)
     if text.lstrip()[:1] in ("[", "{", "a"):
         _refuse_repr(text)
-        try:
+        with suppress(ValueError, RecursionError):
             parsed = json.loads(text)
-        except (ValueError, RecursionError):
-            return text
-        messages = parsed if isinstance(parsed, list) else [parsed]
-        if messages and all(map(_is_message, messages)):
-            return read_messages(messages)
+            if parsed and all(map(_is_message, parsed if isinstance(parsed, list) else [parsed])):
+                side = read_messages(text if isinstance(parsed, list) else f"[{text}]")
+                is_answer = side[0]["role"] == "assistant" or (isinstance(prompt, str) and _holds(side[:-1], prompt))
+                return side if not isinstance(prompt, str) or (isinstance(parsed, list) and is_answer) else text
     return text
-
-
-def _read_answer(row: Mapping[str, Any], name: str, prompt: Side | None) -> Side:
-    """Return an answer as `_text_or_messages`.
-
-    JSON of messages behind a prompt of text is text, which a model may have to write, unless it is a list that begins with
-    the assistant's turn or repeats the prompt.
-    """
-    answer = _text_or_messages(row, name)
-    if isinstance(answer, str) or not isinstance(prompt, str) or not isinstance(row[name], str | bytes):
-        return answer
-    is_list = _read_text(row, name).lstrip().startswith("[")
-    is_answer = answer[0]["role"] == "assistant" or _holds(answer[:-1], prompt)
-    return answer if is_list and is_answer else _read_text(row, name)
 
 
 def _is_message(value: Any) -> bool:
@@ -383,7 +371,7 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
 def read_completion(row: dict[str, Any], repeats: bool = False) -> Conversation | tuple[str, str]:
     """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
     prompt = _text_or_messages(row, "prompt")
-    completion = _read_answer(row, "completion", prompt)
+    completion = _text_or_messages(row, "completion", prompt)
     _refuse_empty_prompt(prompt)
     if isinstance(prompt, str) and isinstance(completion, str):
         completion = completion.removeprefix(prompt) if repeats else completion
@@ -430,7 +418,7 @@ def read_document(row: dict[str, Any]) -> str:
 def read_pair(row: dict[str, Any], repeats: bool = False) -> dict[str, Any]:
     """Return {"prompt", "chosen", "rejected", "tools"}, the first three all text or all messages. Raises BadRow."""
     prompt: Side | None = _text_or_messages(row, "prompt") if row.get("prompt") is not None else None
-    chosen, rejected = (_read_answer(row, name, prompt) for name in ("chosen", "rejected"))
+    chosen, rejected = (_text_or_messages(row, name, prompt) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("whose chosen and rejected are of two kinds")
     if chosen == rejected:
@@ -502,7 +490,7 @@ def read_question(row: dict[str, Any]) -> Question:
 def read_prompt(row: dict[str, Any], repeats: bool = False) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
     prompt = _text_or_messages(row, "prompt")
-    completion = None if row.get("completion") is None else _read_answer(row, "completion", prompt)
+    completion = None if row.get("completion") is None else _text_or_messages(row, "completion", prompt)
     if repeats and isinstance(prompt, str) and isinstance(completion, str):
         completion = completion.removeprefix(prompt)
     answer = None if completion is None else split_thought(text_of(completion))[1]

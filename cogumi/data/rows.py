@@ -108,7 +108,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
-"""Decodes JSON as `json.loads`. Raises BadRow where that drops a value."""
 
 
 def count_dropped(dropped: dict[str, Dropped], reason: str, row: int, value: Any, count: int = 1) -> None:

@@ -205,25 +205,23 @@ def _records(file: Path, lines: io.TextIOWrapper) -> Iterator[tuple[dict[str, An
         if not line.strip():
             continue
         try:
-            value = None if is_first and line.lstrip().startswith("[") else JSON.decode(line)
-        except BadRow as error:
-            value = error
+            record = None if is_first and line.lstrip().startswith("[") else _record(file, number, line)
         except (ValueError, RecursionError) as error:
             if not is_first:
                 raise _not_json(file, number, error) from None
-            value = None
-        if is_first and value is None:
+            record = None
+        if record is None:
             yield from _records_over_lines(file, line, lines, number)
             return
         is_first = False
-        yield _record(file, number, line, value), len(line)
+        yield record, len(line)
 
 
 def _records_over_lines(
     file: Path, text: str, lines: io.TextIOWrapper, number: int
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Iterate over the items of arrays, and over values that follow one another, from `text` on; it begins line `number`."""
-    is_inside, at = False, 0
+    decode, is_inside, at = json.JSONDecoder().raw_decode, False, 0
     while True:
         start, at = at, SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
         number += text.count("\n", start, at)
@@ -231,9 +229,7 @@ def _records_over_lines(
             is_inside, at = not is_inside, at + 1
             continue
         try:
-            value, end = JSON.raw_decode(text, at)
-        except BadRow as error:
-            value, end = error, json.JSONDecoder().raw_decode(text, at)[1]
+            _, end = decode(text, at)
         except (ValueError, RecursionError) as error:
             more = lines.read(BUFFER_BYTES) if isinstance(error, ValueError) and len(text) - at < MOST_VALUE else ""
             if not more and at == len(text) and not is_inside:
@@ -243,7 +239,7 @@ def _records_over_lines(
                 raise _not_json(file, number, error) from None
             text, at = text[at:] + more, 0
             continue
-        yield _record(file, number, text[at:end], value), end - at
+        yield _record(file, number, text[at:end]), end - at
         number += text.count("\n", at, end)
         at = end
 
@@ -253,11 +249,14 @@ def _not_json(file: Path, number: int, error: Exception) -> UsageError:
     return UsageError(problem, place=f"{file}:{number}", fix="write or download the file again")
 
 
-def _record(file: Path, number: int, text: str, value: Any) -> dict[str, Any]:
-    fault = None if isinstance(value, dict) else ["of JSON that is no object", text]
-    if isinstance(value, BadRow):
-        fault, value = [value.reason, value.excerpt], json.loads(text)
-    record = (value if isinstance(value, dict) else {}) | ({FAULT: fault} if fault else {})
+def _record(file: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        record = JSON.decode(text)
+    except BadRow as error:
+        record = json.loads(text)
+        record = record | {FAULT: [error.reason, error.excerpt]} if isinstance(record, dict) else record
+    if not isinstance(record, dict):
+        record = {FAULT: ["of JSON that is no object", text]}
     if text.count("[") + text.count("{") > MOST_NESTED and _is_deeper(record, MOST_NESTED):
         message = f"nested more than {MOST_NESTED} deep"
         raise UsageError(message, place=f"{file}:{number}", fix="leave the line out, or keep that value as text")

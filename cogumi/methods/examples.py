@@ -200,11 +200,8 @@ def sources_of(
             fim=fim,
         )
         names = column_names(files)  # whose errors name the file
-        if (
-            run.cogumi.method == "gspo"
-            and format != "fim"
-            and "answer" in set(names).difference(options.columns.values())
-        ):
+        is_asked = run.cogumi.method == "gspo" and format != "fim"
+        if is_asked and "answer" in set(names).difference(options.columns.values()):
             options = replace(options, columns={"answer": "answer", **options.columns})
         try:
             columns = columns_for(options, names)
