@@ -182,7 +182,7 @@ def test_a_row_dropped_for_a_control_token_is_shown_as_it_is() -> None:
         ("chat", "sft", {"messages": [ask("_"), ANSWER]}),
         ("chat", "sft", {"messages": [QUESTION, ANSWER, ask("_"), ANSWER]}),
         ("chat", "sft", {"instruction": "_", "output": "a"}),
-        ("prompt_completion", "sft", {"prompt": "_", "completion": "a"}),
+        ("prompt_completion", "sft", {"prompt": "_", "completion": [ANSWER]}),
         ("prompt_completion", "sft", {"prompt": [ask("_")], "completion": "a"}),
         ("preference", "dpo", {"prompt": [QUESTION, ANSWER, ask("_")], "chosen": "a", "rejected": "b"}),
         ("prompt_completion", "gspo", {"prompt": [QUESTION, ANSWER, ask("_")]}),

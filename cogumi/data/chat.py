@@ -232,7 +232,7 @@ def _refuse_empty_answers(messages: Sequence[Message]) -> None:
 
 
 def _refuse_empty_prompt(prompt: Side) -> None:
-    """Raise BadRow for a prompt without text, or a user's turn without any: the answer to nothing would be learned."""
+    """Raise BadRow for a prompt without text, or a user's turn without any: an answer to nothing would be learned."""
     texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if turn["role"] == "user"]
     if not all(map(str.strip, texts)):
         raise BadRow("with an empty prompt")
@@ -372,7 +372,6 @@ def read_completion(row: dict[str, Any], repeats: bool = False) -> Conversation 
     """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
     prompt = _text_or_messages(row, "prompt")
     completion = _text_or_messages(row, "completion", prompt)
-    _refuse_empty_prompt(prompt)
     if isinstance(prompt, str) and isinstance(completion, str):
         completion = completion.removeprefix(prompt) if repeats else completion
         if not completion.strip():
@@ -382,6 +381,7 @@ def read_completion(row: dict[str, Any], repeats: bool = False) -> Conversation 
     (answers,) = _without_prompt(questions, _as_messages(completion, "assistant"))
     if answers and questions[-1]["role"] == "user" and answers[0]["role"] in ("system", "developer", "user"):
         raise BadRow(f"whose completion begins with a {answers[0]['role']} turn that is not the prompt's")
+    _refuse_empty_prompt(questions)
     questions = _with_system(row, questions)
     _last_turn(answers, "assistant")
     _refuse_empty_answers(answers)
