@@ -162,7 +162,7 @@ def test_a_column_that_a_reward_would_take_is_named(tmp_path: Path, caplog: pyte
         config = run_config("gspo", tmp_path, tmp_path / "rows.jsonl", tmp_path / "run", cogumi=ours)
         caplog.clear()
         try_rewards(load_config(config), found.train.dataset)
-        message = "score takes `gold`, a column of the data that it is not given: set data.columns.gold: gold"
+        message = "reward score takes `gold`, a column that data.columns does not name"
         assert (message in caplog.text) is not bool(columns)
         assert "`size`" not in caplog.text
 
@@ -267,6 +267,15 @@ def test_sides_with_other_turns_around_the_prompt(tmp_path: Path, prompt: list[R
         tmp_path, [{"prompt": [turn("system", "S"), ask("2 + 3?")], **PAIR | {"chosen": CHAT}}], "preference", "dpo"
     )
     assert "`prompt` is not in the conversation in `chosen` (row 1: system: S user: 2 + 3?)" in other.message
+
+
+@pytest.mark.parametrize("name", ["question", "instruction", "input"])
+def test_a_question_under_another_name_is_not_left_out_of_a_pair(tmp_path: Path, name: str) -> None:
+    row = {name: "2 + 3?", "chosen": "It is 5.", "rejected": "It is 6."}  # both begin with "It is"
+    error = refusal(tmp_path, [row], "preference", "dpo")
+    assert f"'{name}' would be ignored, and there is no `prompt`; set data.columns.prompt: {name}" in str(error)
+    (pair,) = rows_of(tmp_path, [row], "preference", "dpo", columns={"prompt": name}).train.dataset
+    assert chat_tokenizer("qwen3").decode(pair["prompt_ids"]).startswith("2 + 3?")
 
 
 def test_a_result_of_a_tool_is_no_part_of_a_preference(tmp_path: Path) -> None:

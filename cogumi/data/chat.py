@@ -232,7 +232,6 @@ def _refuse_empty_answers(messages: Sequence[Message]) -> None:
 
 
 def _refuse_empty_prompt(prompt: Side) -> None:
-    """Raise BadRow for a prompt without text, or a user's turn without any: an answer to nothing would be learned."""
     texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if turn["role"] == "user"]
     if not all(map(str.strip, texts)):
         raise BadRow("with an empty prompt")

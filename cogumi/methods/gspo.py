@@ -281,8 +281,7 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     check_prompts(rewards, prompts)
     for reward in rewards:
         for name in parameters_of(reward).keys() & prompts[0].get(RECORD_COLUMN, {}).keys() - set(prompts.column_names):
-            message = f"takes `{name}`, a column of the data that it is not given: set data.columns.{name}: {name}"
-            log.warning("cogumi.rewards: %s %s", reward.__name__, message)
+            log.warning("reward %s takes `%s`, a column that data.columns does not name", reward.__name__, name)
         thoughts = dict(zip(THOUGHT_COLUMNS, ([0] * group, [named_rewards.SAMPLE] * group), strict=True))
         taken = {key: thoughts[key] for key in thoughts.keys() & parameters_of(reward)}
         wrong = named_rewards.try_reward(reward, prompts[0], group, trainer_state=TrainerState(), **taken)

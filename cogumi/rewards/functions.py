@@ -91,8 +91,7 @@ def last_number(text: str) -> Fraction | None:
         return None
 
 
-def _plain(text: str) -> str:
-    """Return a text without surrounding white space and carriage returns, and composed (é is one character)."""
+def _plain(text: str) -> str:  # composed Unicode, one kind of line break, stripped
     return unicodedata.normalize("NFC", text).replace("\r\n", "\n").strip()
 
 
