@@ -104,6 +104,7 @@ def read_messages(value: Any) -> list[Message]:
 def _read_message(raw: Any) -> Message:
     if not isinstance(raw, Mapping):
         raise BadRow("with a message that is no object")
+    raw = decode_cell(raw)
     name = raw["role"] if raw.get("role") is not None else raw.get("from")
     content = raw["content"] if raw.get("content") is not None else raw.get("value")
     role = name.strip().lower() if isinstance(name, str) else None
@@ -183,8 +184,7 @@ def _read_tool_call(raw: Any) -> dict[str, Any]:
         raise BadRow("with a tool call that names no function")
     reason = "with tool-call arguments that are no JSON object"
     arguments = call.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = _parse_json(arguments, reason) or {}
+    arguments = decode_cell(_parse_json(arguments, reason) or {} if isinstance(arguments, str) else arguments)
     if not isinstance(arguments, Mapping):
         raise BadRow(reason)
     result: dict[str, Any] = {"type": "function", "function": {"name": call["name"], "arguments": arguments}}

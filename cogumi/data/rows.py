@@ -35,8 +35,8 @@ EXCERPT = 80  # characters
 MESSAGE_KEYS = {"role", "content"}
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 OPTIONAL_FIELDS = ("system", "input", "history", "tools", "answer", *MEDIA)  # a file without such a column has nulls
-FAULT = "(what is wrong with the record)"
-"""Key of a record of a JSON file that cannot be a row: (reason, excerpt). Each of its cells is the whole record."""
+NO_OBJECT = "(JSON that is no object)"
+"""The only key of the record of a JSON value that is no object, and of each of its cells."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,17 @@ class KindsDiffer(UsageError):
         self.rows = (text, messages)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs. Raises BadRow for a key with two values, of which Python's json takes the last."""
+class Repeated(dict[str, Any]):
+    """A JSON object with two values of one key, of which Python's json takes the last."""
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
-    if len(made) < len(pairs) and (twice := [key for key, value in pairs if made[key] != value]):
-        raise BadRow("with two values of one key in a JSON object", f"key {twice[0]!r}")
-    return made
+    is_repeated = len(made) < len(pairs) and any(made[key] != value for key, value in pairs)
+    return Repeated(made) if is_repeated else made
 
 
-JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
+JSON = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
 def count_dropped(dropped: dict[str, Dropped], reason: str, row: int, value: Any, count: int = 1) -> None:
@@ -164,8 +166,10 @@ def decode_cell(value: Any) -> Any:
     """Return bytes as text and anything else unchanged. Raises BadRow for null, bytes that are not UTF-8, and what is no row."""
     if value is None:
         raise BadRow("null")
-    if isinstance(value, dict) and FAULT in value:
-        raise BadRow(*value[FAULT])
+    if isinstance(value, dict) and NO_OBJECT in value:
+        raise BadRow("of JSON that is no object", json.dumps(value[NO_OBJECT]))
+    if isinstance(value, Repeated):
+        raise BadRow("with two values of one key in a JSON object", json.dumps(value))
     if isinstance(value, dict) and {"0", "1"} <= value.keys():
         raise BadRow("of a table by columns (pandas writes rows with to_json(FILE, orient='records', lines=True))")
     if isinstance(value, bytes):

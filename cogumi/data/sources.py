@@ -27,7 +27,7 @@ from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError, best_effort
 from cogumi.core.formatting import first_line
 from cogumi.core.run_directory import write_atomic
-from cogumi.data.rows import FAULT, JSON, BadRow, encode_table
+from cogumi.data.rows import JSON, NO_OBJECT, Repeated, encode_table
 from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, TEXT, files_identity, kind_of, refuse_other_kinds
 
 BATCH_BYTES = 8 * 2**20
@@ -167,18 +167,18 @@ def _keys_of_all(file: Path) -> list[str]:
 
 
 def _keys(records: Iterable[dict[str, Any]]) -> Iterator[str]:
-    return (key for record in records for key in record if key != FAULT)
+    return (key for record in records for key in record if key != NO_OBJECT)
 
 
 def _cell(record: dict[str, Any], column: str) -> Any:
-    """Return a cell; of a record that cannot be a row the whole record, which `decode_cell` refuses."""
-    return record if FAULT in record else record.get(column)
+    """Return a cell; of a record that is no row each cell is the whole record, which `decode_cell` refuses."""
+    return record if NO_OBJECT in record or isinstance(record, Repeated) else record.get(column)
 
 
 def _record_blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
     """Iterate over the objects of about BATCH_BYTES of a file: one a line, the items of an array, or over several lines.
 
-    Blank lines are skipped. Another JSON value than an object is a record with FAULT alone. A row of a CSV file is {name: cell}.
+    Blank lines are skipped. Another JSON value than an object is {NO_OBJECT: value}. A row of a CSV file is {name: cell}.
     """
     if file.stat().st_size == 0:
         raise UsageError("it is empty", place=file, fix="check what wrote it, or give another file")
@@ -205,23 +205,23 @@ def _records(file: Path, lines: io.TextIOWrapper) -> Iterator[tuple[dict[str, An
         if not line.strip():
             continue
         try:
-            record = None if is_first and line.lstrip().startswith("[") else _record(file, number, line)
+            value = None if is_first and line.lstrip().startswith("[") else JSON.decode(line)
         except (ValueError, RecursionError) as error:
             if not is_first:
                 raise _not_json(file, number, error) from None
-            record = None
-        if record is None:
+            value = None
+        if is_first and value is None:
             yield from _records_over_lines(file, line, lines, number)
             return
         is_first = False
-        yield record, len(line)
+        yield _record(file, number, line, value), len(line)
 
 
 def _records_over_lines(
     file: Path, text: str, lines: io.TextIOWrapper, number: int
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Iterate over the items of arrays, and over values that follow one another, from `text` on; it begins line `number`."""
-    decode, is_inside, at = json.JSONDecoder().raw_decode, False, 0
+    decode, is_inside, at = JSON.raw_decode, False, 0
     while True:
         start, at = at, SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
         number += text.count("\n", start, at)
@@ -229,7 +229,7 @@ def _records_over_lines(
             is_inside, at = not is_inside, at + 1
             continue
         try:
-            _, end = decode(text, at)
+            value, end = decode(text, at)
         except (ValueError, RecursionError) as error:
             more = lines.read(BUFFER_BYTES) if isinstance(error, ValueError) and len(text) - at < MOST_VALUE else ""
             if not more and at == len(text) and not is_inside:
@@ -239,7 +239,7 @@ def _records_over_lines(
                 raise _not_json(file, number, error) from None
             text, at = text[at:] + more, 0
             continue
-        yield _record(file, number, text[at:end]), end - at
+        yield _record(file, number, text[at:end], value), end - at
         number += text.count("\n", at, end)
         at = end
 
@@ -249,14 +249,8 @@ def _not_json(file: Path, number: int, error: Exception) -> UsageError:
     return UsageError(problem, place=f"{file}:{number}", fix="write or download the file again")
 
 
-def _record(file: Path, number: int, text: str) -> dict[str, Any]:
-    try:
-        record = JSON.decode(text)
-    except BadRow as error:
-        record = json.loads(text)
-        record = record | {FAULT: [error.reason, error.excerpt]} if isinstance(record, dict) else record
-    if not isinstance(record, dict):
-        record = {FAULT: ["of JSON that is no object", text]}
+def _record(file: Path, number: int, text: str, value: Any) -> dict[str, Any]:
+    record = value if isinstance(value, dict) else {NO_OBJECT: value}
     if text.count("[") + text.count("{") > MOST_NESTED and _is_deeper(record, MOST_NESTED):
         message = f"nested more than {MOST_NESTED} deep"
         raise UsageError(message, place=f"{file}:{number}", fix="leave the line out, or keep that value as text")
