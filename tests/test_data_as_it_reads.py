@@ -13,6 +13,7 @@ from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.data import sources
 from cogumi.methods.examples import Examples, prepare_examples
+from cogumi.methods.gspo import try_rewards
 from tests.builders import run_config
 from tests.chat_tokenizers import ask, chat_tokenizer, chunk_of, say, turn
 from tests.test_data_leaks import write_lines
@@ -59,6 +60,8 @@ def test_keys_that_only_late_rows_have_are_read(tmp_path: Path, monkeypatch: pyt
     found = rows_of(tmp_path, [*alpaca, {"instruction": "Add.", "input": "2 3", "output": "5."}])
     assert rendered([ask("Add.\n\n2 3"), say("5.")]) in ids_of(found)
     assert "(KTO)" in refusal(tmp_path, [*plain, {"messages": CHAT, "label": False}]).message
+    no_row: Any = [1]
+    assert "(KTO)" in refusal(tmp_path, [*plain, no_row, {"messages": CHAT, "label": False}]).message
 
 
 def test_the_keys_of_a_long_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +151,20 @@ def test_a_column_answer_is_what_the_rewards_get(tmp_path: Path, format: Any, ro
         tmp_path, [row | {"answer": "x", "gold": 7}], format, "gspo", columns={"answer": "gold"}
     ).train.dataset
     assert found["answer"] == 7
+
+
+def test_a_column_that_a_reward_would_take_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = "def score(completions, gold=None, size=3, **_):\n    return [float(gold is None)] * len(completions)\n"
+    (tmp_path / "r.py").write_text(code)
+    ours = {"rewards": [f"{tmp_path}/r.py:score"]}
+    for columns in ({}, {"gold": "gold"}):
+        found = rows_of(tmp_path, [{"prompt": "q", "gold": "5"}], "prompt_completion", "gspo", columns=columns)
+        config = run_config("gspo", tmp_path, tmp_path / "rows.jsonl", tmp_path / "run", cogumi=ours)
+        caplog.clear()
+        try_rewards(load_config(config), found.train.dataset)
+        message = "reward score takes `gold`, a column that data.columns does not name"
+        assert (message in caplog.text) is not bool(columns)
+        assert "`size`" not in caplog.text
 
 
 def test_sides_that_repeat_a_prompt_of_messages(tmp_path: Path) -> None:
@@ -250,6 +267,15 @@ def test_sides_with_other_turns_around_the_prompt(tmp_path: Path, prompt: list[R
         tmp_path, [{"prompt": [turn("system", "S"), ask("2 + 3?")], **PAIR | {"chosen": CHAT}}], "preference", "dpo"
     )
     assert "`prompt` is not in the conversation in `chosen` (row 1: system: S user: 2 + 3?)" in other.message
+
+
+@pytest.mark.parametrize("name", ["question", "instruction", "input"])
+def test_a_question_under_another_name_is_not_left_out_of_a_pair(tmp_path: Path, name: str) -> None:
+    row = {name: "2 + 3?", "chosen": "It is 5.", "rejected": "It is 6."}  # both begin with "It is"
+    error = refusal(tmp_path, [row], "preference", "dpo")
+    assert f"'{name}' would be ignored, and there is no `prompt`; set data.columns.prompt: {name}" in str(error)
+    (pair,) = rows_of(tmp_path, [row], "preference", "dpo", columns={"prompt": name}).train.dataset
+    assert chat_tokenizer("qwen3").decode(pair["prompt_ids"]).startswith("2 + 3?")
 
 
 def test_a_result_of_a_tool_is_no_part_of_a_preference(tmp_path: Path) -> None:

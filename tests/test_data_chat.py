@@ -161,6 +161,11 @@ def test_keys_of_messages_that_are_not_used_are_found() -> None:
     cells = [[QUESTION, odd], json.dumps([QUESTION | {"score": 0}]), "[text", odd, None]
     assert unused_keys(cells) == {"images", "context", "score"}
     assert not unused_keys(["text", {"a": 1}, 5, [1]])
+    human = {"from": "human", "value": "q", "loss": 1, "weight": 0}
+    assert unused_keys([[QUESTION | {"train": True}, ANSWER | {"train": True}, human]]) == {
+        "train (of user)",
+        "loss (of human)",
+    }
 
 
 def test_a_row_dropped_for_a_control_token_is_shown_as_it_is() -> None:
@@ -168,6 +173,27 @@ def test_a_row_dropped_for_a_control_token_is_shown_as_it_is() -> None:
     (dropped,) = chunk_of([row], chat_tokenizer("qwen3"), format="prompt_completion").dropped.values()
     assert "\0" not in dropped.excerpt
     assert dropped.excerpt.startswith("user: ")
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+@pytest.mark.parametrize(
+    ("format", "method", "row"),
+    [
+        ("chat", "sft", {"messages": [ask("_"), ANSWER]}),
+        ("chat", "sft", {"messages": [QUESTION, ANSWER, ask("_"), ANSWER]}),
+        ("chat", "sft", {"instruction": "_", "output": "a"}),
+        ("prompt_completion", "sft", {"prompt": "_", "completion": [ANSWER]}),
+        ("prompt_completion", "sft", {"prompt": [ask("_")], "completion": "a"}),
+        ("preference", "dpo", {"prompt": [QUESTION, ANSWER, ask("_")], "chosen": "a", "rejected": "b"}),
+        ("prompt_completion", "gspo", {"prompt": [QUESTION, ANSWER, ask("_")]}),
+    ],
+)
+def test_an_answer_to_nothing_is_not_learned(format: Any, method: Any, row: dict[str, Any], blank: str) -> None:
+    cells = json.loads(json.dumps(row).replace("_", json.dumps(blank)[1:-1]))
+    rows = [{name: cell if isinstance(cell, str) else json.dumps(cell) for name, cell in cells.items()}]
+    assert list(chunk_of(rows, chat_tokenizer("qwen3"), method, format).dropped) == ["with an empty prompt"]
+    talk = [{"messages": json.dumps([QUESTION, ANSWER, ask(blank)])}]  # which nothing answers
+    assert not chunk_of(talk, chat_tokenizer("qwen3")).dropped
 
 
 @pytest.mark.parametrize("nothing", [None, "", "[]", "null", "{}", [], {}])

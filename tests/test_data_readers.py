@@ -75,6 +75,30 @@ def test_json_that_is_no_object_is_a_counted_bad_row(tmp_path: Path) -> None:
         prepared("sft", [str(tmp_path / "a.jsonl")], tmp_path, eval_rows=0, bad_rows="fail")
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"messages": [], "messages": %s}',
+        '{"messages": %s, "id": 1, "id": null}',
+        '{"messages": [{"role": "user", "content": "q", "content": "r"}]}',
+        json.dumps({"messages": '[{"role": "user", "role": "system", "content": "q"}]'}),
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '
+        '{"a": 1, "a": 2}}]}]}',
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_two_values_of_one_key_are_a_counted_bad_row(tmp_path: Path, bad: str, name: str) -> None:
+    messages = json.dumps([ask("q"), say("x")])
+    # Which of two equal ones is meant does not matter, nor what another column has.
+    same = f'{{"id": 1, "id": 1, "other": {{"a": 1, "a": 2}}, "messages": {messages}}}'
+    lines = [same, bad.replace("%s", messages), same]
+    (tmp_path / name).write_text("\n".join(lines) if name == "a.jsonl" else f"[{', '.join(lines)}]")
+    train = prepared("sft", [str(tmp_path / name)], tmp_path, eval_rows=0)[0].train
+    assert len(train.dataset) == 2
+    (dropped,) = [train.dropped["with two values of one key in a JSON object"]]
+    assert (dropped.count, dropped.row) == (1, 2)
+
+
 QUESTION, ANSWER, OTHER = [ask("q")], [say("a")], [say("b")]
 
 
@@ -95,6 +119,19 @@ def test_json_text_of_messages_is_messages_in_every_column() -> None:
 )  # fmt: skip
 def test_other_json_is_text(text: str) -> None:
     assert read_completion({"prompt": "q", "completion": text}) == ("q", text)
+
+
+@pytest.mark.parametrize(
+    "written", [OTHER[0], [ask("r")], [ask("r"), *ANSWER], [{"from": "human", "value": "r"}, {"from": "gpt", "value": "a"}]]
+)  # fmt: skip
+def test_an_answer_that_is_json_of_messages_is_text(written: Any) -> None:
+    text = json.dumps(written)
+    row = {"prompt": "Write a chat.", "completion": text, "chosen": text, "rejected": "No."}
+    assert read_completion(row) == ("Write a chat.", text)
+    assert read_prompt(row).answer == text
+    assert (read_pair(row)["chosen"], read_pair(row)["rejected"]) == (text, "No.")
+    repeated = json.dumps([ask("Write a chat."), *ANSWER])
+    assert len(read_completion({"prompt": "Write a chat.", "completion": repeated}).messages) == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,20 @@ from cogumi.rl.sampling import note_unscored
         ("none at all", "5", False),
         ("", "5", False),
         ("-.5", "-0.5", True),
+        ("2", "1/2", False),  # the answer is a half
+        (r"\boxed{\frac{1}{2}}", "0.5", True),
+        (r"\boxed{2}", r"\frac{1}{2}", False),
+        ("it was 10/12/2024", "2024", True),
+        ("0.00001", 1e-05, True),
+        ("-5", 1e-05, False),
+        ("100000", "1e5", True),
+        (r"\boxed{1{,}234}", "1234", True),
+        ("234", r"1,\!234", False),
+        ("\u22125", "5", False),  # a minus sign
+        (r"a loss of -\$5", "-5", True),
+        ("from 2019-2020", "2020", True),
+        ("1/0", "0", False),
+        ("9" * 5000, "5", False),
     ],
 )
 def test_the_last_number_counts(completion: str, answer: object, right: bool) -> None:
@@ -85,6 +99,9 @@ def test_a_row_without_an_answer_rewards_nothing(completion: str, missing: Any) 
         ("true", True, 1),
         ("True", True, 1),
         ("true", False, 0),
+        ("0.00001", 1e-05, 1),
+        ("\u00e9", "e\u0301", 1),
+        ("a\nb", "a\r\nb", 1),
     ],
 )
 def test_an_answer_of_a_table_is_text(completion: str, answer: Any, right: int) -> None:
@@ -242,6 +259,14 @@ def of_quoted_text(completions: "list[str]", **_: Any) -> list[float]:
     return of_text(completions)
 
 
+Texts = list[str]
+
+
+def of_optional_text(completions: "Texts | None", prompts: typing.Optional[list[str]] = None, **_: Any) -> list[float]:  # noqa: UP045
+    assert all(isinstance(prompt, str) for prompt in prompts or [])
+    return of_text(completions or [])
+
+
 async def of_awaited_text(completions: list[str], **_: Any) -> list[float]:
     return of_text(completions)
 
@@ -262,7 +287,7 @@ def messages_unsaid(completions, **_):  # type: ignore[no-untyped-def]
 SAID = [{"role": "assistant", "content": " 42\n"}]
 
 
-@pytest.mark.parametrize("reward", [of_text, of_messages, of_typings_text, of_quoted_text, of_either])
+@pytest.mark.parametrize("reward", [of_text, of_messages, of_typings_text, of_quoted_text, of_optional_text, of_either])
 def test_a_reward_gets_chat_as_it_is_annotated(reward: Any) -> None:
     assert as_annotated(reward)(prompts=[CHAT["prompt"]], completions=[SAID], answer=["42"]) == [1.0]
     assert as_annotated(reward).__name__ == reward.__name__

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cogumi.core.errors import UsageError
 from cogumi.rewards import rewards_of
 from cogumi.rewards.named_rewards import try_reward
 from cogumi.rewards.unit_tests import source_of, unit_tests
@@ -43,6 +44,36 @@ def scores(programs: list[str], tests: str = ASSERTS, **columns: Any) -> list[fl
 def test_a_completion_that_passes_and_one_that_fails(tests: str):
     programs = [GOOD, BAD, "def double(x:", "raise KeyError", "", GOOD + "print('x' * 100_000)"]
     assert scores(programs, tests) == [1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        '["assert double(2) == 4"]',  # MBPP's list, as JSON text
+        '{"inputs": ["2"], "outputs": ["4"]}',  # APPS
+        {"input": ["2"], "output": ["4"]},
+        "# none",
+        "def helper():\n    assert double(2) == 4",
+        "class TestDouble:\n    def test_two(self): assert double(2) == 4",
+        "async def test_two(): assert double(2) == 4",
+    ],
+)
+def test_tests_that_every_program_passes_are_refused(tests: Any):
+    with pytest.raises(UsageError, match="every program would pass `tests` without an assert"):
+        unit_tests(completions=[BAD], tests=[tests])
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "for x in (1, 2):\n    assert double(x) == x + x",
+        "import math\nmath.sqrt(double(2) - 4)\nassert double(2) == 4",
+        "result = list(map(double, [2, 4]))\nif result != [4, 8]: raise ValueError",
+        "from unittest import TestCase\nclass Doubles(TestCase):\n    def test_two(self): self.assertEqual(double(2), 4)",
+    ],
+)
+def test_tests_of_other_forms_are_run(tests: str):
+    assert scores([GOOD, BAD], tests) == [1, 0]
 
 
 def test_a_completion_between_a_prefix_and_a_suffix():

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from cogumi.core.errors import UsageError
-from cogumi.data.rows import MEDIA, BadRow, decode_cell, describe_value
+from cogumi.data.rows import JSON, MEDIA, BadRow, decode_cell, describe_value
 
 Message = dict[str, Any]
 Side = str | list[Message]
@@ -70,7 +70,7 @@ class Question:
 
 def _parse_json(text: str, reason: str) -> Any:
     try:
-        return json.loads(text)
+        return JSON.decode(text)
     except (ValueError, RecursionError):
         raise BadRow(reason, text) from None
 
@@ -104,6 +104,7 @@ def read_messages(value: Any) -> list[Message]:
 def _read_message(raw: Any) -> Message:
     if not isinstance(raw, Mapping):
         raise BadRow("with a message that is no object")
+    raw = decode_cell(raw)
     name = raw["role"] if raw.get("role") is not None else raw.get("from")
     content = raw["content"] if raw.get("content") is not None else raw.get("value")
     role = name.strip().lower() if isinstance(name, str) else None
@@ -153,6 +154,9 @@ def unused_keys(cells: Iterable[Any]) -> set[str]:
         for message in messages if isinstance(messages, list) else [messages]:
             if isinstance(message, Mapping) and MESSAGE_KEYS & message.keys():
                 keys |= {key for key in message.keys() - MESSAGE_KEYS if message[key] not in (None, "", [], {})}
+                role = str(message.get("role") or message.get("from")).strip().lower()
+                is_read = ROLES.get(role, "assistant") == "assistant"
+                keys |= {f"{key} (of {role})" for key in LEARN_KEYS if message.get(key) and not is_read}
     return keys
 
 
@@ -180,8 +184,7 @@ def _read_tool_call(raw: Any) -> dict[str, Any]:
         raise BadRow("with a tool call that names no function")
     reason = "with tool-call arguments that are no JSON object"
     arguments = call.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = _parse_json(arguments, reason) or {}
+    arguments = decode_cell(_parse_json(arguments, reason) or {} if isinstance(arguments, str) else arguments)
     if not isinstance(arguments, Mapping):
         raise BadRow(reason)
     result: dict[str, Any] = {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
@@ -229,8 +232,8 @@ def _refuse_empty_answers(messages: Sequence[Message]) -> None:
 
 
 def _refuse_empty_prompt(prompt: Side) -> None:
-    texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if "tool_calls" not in turn]
-    if not "".join(texts).strip():
+    texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt if turn["role"] == "user"]
+    if not all(map(str.strip, texts)):
         raise BadRow("with an empty prompt")
 
 
@@ -239,21 +242,23 @@ def _refuse_repr(text: str) -> None:
         raise BadRow("of Python's repr of messages, which is not JSON (json.dumps writes that)", text)
 
 
-def _text_or_messages(row: Mapping[str, Any], name: str) -> Side:
-    """Return the messages in a cell, also in its JSON text, or its only message; any other text is text."""
-    value = row[name]
+def _text_or_messages(row: Mapping[str, Any], name: str, prompt: Side | None = None) -> Side:
+    """Return the messages in a cell, also in its JSON text, or its only message; any other text is text.
+
+    JSON that answers a prompt of text is text, unless it is a list that begins with the assistant's turn or repeats the prompt.
+    """
+    value = decode_cell(row[name])
     if isinstance(value, list) or _is_message(value):
         return read_messages(value if isinstance(value, list) else [value])
     text = _read_text(row, name)
     if text.lstrip()[:1] in ("[", "{", "a"):
         _refuse_repr(text)
-        try:
+        with suppress(ValueError, RecursionError):
             parsed = json.loads(text)
-        except (ValueError, RecursionError):
-            return text
-        messages = parsed if isinstance(parsed, list) else [parsed]
-        if messages and all(map(_is_message, messages)):
-            return read_messages(messages)
+            if parsed and all(map(_is_message, parsed if isinstance(parsed, list) else [parsed])):
+                side = read_messages(text if isinstance(parsed, list) else f"[{text}]")
+                is_answer = side[0]["role"] == "assistant" or (isinstance(prompt, str) and _holds(side[:-1], prompt))
+                return side if not isinstance(prompt, str) or (isinstance(parsed, list) and is_answer) else text
     return text
 
 
@@ -355,6 +360,7 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
         messages = messages[: last + 1]
     if last == 0:
         raise BadRow("with nothing before the answer")
+    _refuse_empty_prompt(messages)
     asked = (index for index, message in enumerate(messages[:last]) if message["role"] in ("user", "tool"))
     prompt_length = {"completion": last, "all": 0}.get(learn, next(asked, 1))
     _refuse_empty_answers(messages[prompt_length:])
@@ -363,7 +369,8 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
 
 def read_completion(row: dict[str, Any], repeats: bool = False) -> Conversation | tuple[str, str]:
     """Return (prompt, completion) if both are text, else one conversation that starts with the prompt's messages."""
-    prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
+    prompt = _text_or_messages(row, "prompt")
+    completion = _text_or_messages(row, "completion", prompt)
     if isinstance(prompt, str) and isinstance(completion, str):
         completion = completion.removeprefix(prompt) if repeats else completion
         if not completion.strip():
@@ -373,6 +380,7 @@ def read_completion(row: dict[str, Any], repeats: bool = False) -> Conversation 
     (answers,) = _without_prompt(questions, _as_messages(completion, "assistant"))
     if answers and questions[-1]["role"] == "user" and answers[0]["role"] in ("system", "developer", "user"):
         raise BadRow(f"whose completion begins with a {answers[0]['role']} turn that is not the prompt's")
+    _refuse_empty_prompt(questions)
     questions = _with_system(row, questions)
     _last_turn(answers, "assistant")
     _refuse_empty_answers(answers)
@@ -408,12 +416,12 @@ def read_document(row: dict[str, Any]) -> str:
 
 def read_pair(row: dict[str, Any], repeats: bool = False) -> dict[str, Any]:
     """Return {"prompt", "chosen", "rejected", "tools"}, the first three all text or all messages. Raises BadRow."""
-    chosen, rejected = _text_or_messages(row, "chosen"), _text_or_messages(row, "rejected")
+    prompt: Side | None = _text_or_messages(row, "prompt") if row.get("prompt") is not None else None
+    chosen, rejected = (_text_or_messages(row, name, prompt) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("whose chosen and rejected are of two kinds")
     if chosen == rejected:
         raise BadRow("whose chosen and rejected are the same")
-    prompt: Side | None = _text_or_messages(row, "prompt") if row.get("prompt") is not None else None
     if isinstance(chosen, str) and isinstance(prompt, list):
         chosen, rejected = _as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")
     elif isinstance(chosen, list) and prompt is not None:
@@ -434,6 +442,7 @@ def read_pair(row: dict[str, Any], repeats: bool = False) -> dict[str, Any]:
             raise BadRow("whose chosen and rejected begin with different turns")
         column = "" if row.get("prompt") is not None else " (data.columns.prompt names its column)"
         raise BadRow(f"without a prompt{column}")
+    _refuse_empty_prompt(prompt)
     prompt = _with_system(row, prompt)
     for side in (chosen, rejected):
         if isinstance(side, str):
@@ -479,8 +488,8 @@ def read_question(row: dict[str, Any]) -> Question:
 
 def read_prompt(row: dict[str, Any], repeats: bool = False) -> Question:
     """Return the prompt, text or messages, with the text of the completion or of its last message."""
-    completion = None if row.get("completion") is None else _text_or_messages(row, "completion")
     prompt = _text_or_messages(row, "prompt")
+    completion = None if row.get("completion") is None else _text_or_messages(row, "completion", prompt)
     if repeats and isinstance(prompt, str) and isinstance(completion, str):
         completion = completion.removeprefix(prompt)
     answer = None if completion is None else split_thought(text_of(completion))[1]

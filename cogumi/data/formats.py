@@ -100,6 +100,7 @@ OPTIONAL = {
     "chosen": ("prompt", "system"),
     "prompt": ("completion", "system"),
 }
+PROMPT_NAMES = ("question", "instruction", "query", "problem", "input")
 REWARD_ARGUMENTS = (
     RECORD_COLUMN,
     *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"),
@@ -147,12 +148,16 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
             how = f"data.format: {other} reads them"
         fix = f"the data has {', '.join(names) or 'none'}: {how}"
         raise UsageError(f"{format} needs the columns {needed}", key="data.format", fix=fix)
+    asked = next((name for name in PROMPT_NAMES if name in names), None)  # else a shared start is the prompt
+    if asked and format == "preference" and "prompt" not in available:
+        fix = f"set data.columns.prompt: {asked} (or rename that column if both answers repeat the prompt)"
+        raise UsageError(f"{asked!r} would be ignored, and there is no `prompt`", key="data.columns", fix=fix)
     beside = () if format in ("fim", "text") else ("tools", *MEDIA)
     used = [*shape, *OPTIONAL.get(shape[0], ()), *beside, *rewarded_columns(options)]
     for name in options.columns:
         if name not in used:
-            message = f"would be ignored: rows are made of {', '.join(shape)}"
-            raise UsageError(message, key=f"data.columns.{name}", fix="drop it")
+            parts = ", ".join(shape)
+            raise UsageError(f"would be ignored: rows are made of {parts}", key=f"data.columns.{name}", fix="drop it")
     return {name: available[name] for name in dict.fromkeys(used) if name in available}
 
 

@@ -99,6 +99,19 @@ class KindsDiffer(UsageError):
         self.rows = (text, messages)
 
 
+class Repeated(dict[str, Any]):
+    """A JSON object with two values of one key, of which Python's json takes the last."""
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    is_repeated = len(made) < len(pairs) and any(made[key] != value for key, value in pairs)
+    return Repeated(made) if is_repeated else made
+
+
+JSON = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
 def count_dropped(dropped: dict[str, Dropped], reason: str, row: int, value: Any, count: int = 1) -> None:
     """Count `count` dropped rows, the first of which has the index `row` and the value `value`."""
     before = dropped.get(reason)
@@ -119,10 +132,8 @@ def describe_value(value: Any) -> str:
         return value.decode(errors="backslashreplace")
     if isinstance(value, tuple):
         return " | ".join(map(describe_value, value))
-    is_message_list = isinstance(value, list) and all(
-        isinstance(item, dict) and set(item) == MESSAGE_KEYS for item in value
-    )
-    if value and is_message_list:
+    is_list = isinstance(value, list) and value
+    if is_list and all(isinstance(item, dict) and set(item) == MESSAGE_KEYS for item in value):
         return " ".join(f"{message['role']}: {describe_value(message['content'])}" for message in value)
     return json.dumps(value, ensure_ascii=False, default=str)
 
@@ -157,6 +168,8 @@ def decode_cell(value: Any) -> Any:
         raise BadRow("null")
     if isinstance(value, dict) and NO_OBJECT in value:
         raise BadRow("of JSON that is no object", json.dumps(value[NO_OBJECT]))
+    if isinstance(value, Repeated):
+        raise BadRow("with two values of one key in a JSON object", json.dumps(value))
     if isinstance(value, dict) and {"0", "1"} <= value.keys():
         raise BadRow("of a table by columns (pandas writes rows with to_json(FILE, orient='records', lines=True))")
     if isinstance(value, bytes):

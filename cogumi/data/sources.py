@@ -27,7 +27,7 @@ from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError, best_effort
 from cogumi.core.formatting import first_line
 from cogumi.core.run_directory import write_atomic
-from cogumi.data.rows import NO_OBJECT, encode_table
+from cogumi.data.rows import JSON, NO_OBJECT, Repeated, encode_table
 from cogumi.data.source_files import CSV, JSON_LINES, PARQUET, TEXT, files_identity, kind_of, refuse_other_kinds
 
 BATCH_BYTES = 8 * 2**20
@@ -171,8 +171,8 @@ def _keys(records: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def _cell(record: dict[str, Any], column: str) -> Any:
-    """Return a cell; of a value that is no object each cell is the whole record, which `decode_cell` refuses."""
-    return record if NO_OBJECT in record else record.get(column)
+    """Return a cell; of a record that is no row each cell is the whole record, which `decode_cell` refuses."""
+    return record if NO_OBJECT in record or isinstance(record, Repeated) else record.get(column)
 
 
 def _record_blocks(file: Path) -> Iterator[list[dict[str, Any]]]:
@@ -205,7 +205,7 @@ def _records(file: Path, lines: io.TextIOWrapper) -> Iterator[tuple[dict[str, An
         if not line.strip():
             continue
         try:
-            value = None if is_first and line.lstrip().startswith("[") else json.loads(line)
+            value = None if is_first and line.lstrip().startswith("[") else JSON.decode(line)
         except (ValueError, RecursionError) as error:
             if not is_first:
                 raise _not_json(file, number, error) from None
@@ -221,7 +221,7 @@ def _records_over_lines(
     file: Path, text: str, lines: io.TextIOWrapper, number: int
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Iterate over the items of arrays, and over values that follow one another, from `text` on; it begins line `number`."""
-    decode, is_inside, at = json.JSONDecoder().raw_decode, False, 0
+    decode, is_inside, at = JSON.raw_decode, False, 0
     while True:
         start, at = at, SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
         number += text.count("\n", start, at)

@@ -200,11 +200,8 @@ def sources_of(
             fim=fim,
         )
         names = column_names(files)  # whose errors name the file
-        if (
-            run.cogumi.method == "gspo"
-            and format != "fim"
-            and "answer" in set(names).difference(options.columns.values())
-        ):
+        is_asked = run.cogumi.method == "gspo" and format != "fim"
+        if is_asked and "answer" in set(names).difference(options.columns.values()):
             options = replace(options, columns={"answer": "answer", **options.columns})
         try:
             columns = columns_for(options, names)
@@ -257,7 +254,8 @@ def unused_parts(source: Source, names: Sequence[str]) -> list[str]:
     unused = [name for name in names if name not in source.columns.values()]
     has_answers = {"output", "completion", *CHATS} & source.columns.keys()
     for name in sorted(KTO_LABELS.intersection(unused)) if has_answers else ():
-        cells = ({str(cell).lower() for cell in rows[name]} for rows in batches(source.files, [name], optional=[name]))
+        frames = batches(source.files, [name], optional=[name])
+        cells = ({str(cell).lower() for cell in rows[name] if not isinstance(cell, dict)} for rows in frames)
         if any("false" in values for values in takewhile(TRUTHS.issuperset, cells)):
             message = f"answers whose column {name!r} is false are bad ones (KTO), and would be learned"
             fix = "leave these rows out, pair good and bad ones as chosen and rejected, or give the column another name"

@@ -280,6 +280,8 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     named_rewards.refuse_missing_columns(rewards, prompts.column_names)
     check_prompts(rewards, prompts)
     for reward in rewards:
+        for name in parameters_of(reward).keys() & prompts[0].get(RECORD_COLUMN, {}).keys() - set(prompts.column_names):
+            log.warning("reward %s takes `%s`, a column that data.columns does not name", reward.__name__, name)
         thoughts = dict(zip(THOUGHT_COLUMNS, ([0] * group, [named_rewards.SAMPLE] * group), strict=True))
         taken = {key: thoughts[key] for key in thoughts.keys() & parameters_of(reward)}
         wrong = named_rewards.try_reward(reward, prompts[0], group, trainer_state=TrainerState(), **taken)

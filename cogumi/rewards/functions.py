@@ -11,10 +11,12 @@ import functools
 import inspect
 import math
 import re
+import unicodedata
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
+from fractions import Fraction
 from numbers import Real
 from typing import Annotated, Any
 
@@ -71,19 +73,26 @@ def parses(
         return [float(is_python(before + text_of(completion) + after)) for before, completion, after in triples]
 
 
-# Digits with thousands separators, or without; a fraction; no exponent. GSM8K writes "#### 1,234".
-NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+")
+# Digits with thousands separators, or without; an exponent; a divisor. GSM8K writes "#### 1,234". A hyphen joins words.
+NUMBER = re.compile(r"(?:\B-)?(?:(?<!/)\d+/\d+(?![\d/])|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?i:e[+-]?\d{1,3})?|\.\d+)")
+SPELLINGS = ((r"−", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
-def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text exactly: 1,200 is 1200.0, and 0.1 is not a binary fraction."""
+def last_number(text: str) -> Fraction | None:
+    """Return the last number in a text exactly: 1,200 is 1200.0, 1/2 is 0.5, and 0.1 is not a binary fraction."""
+    for written, meant in SPELLINGS:
+        text = re.sub(written, meant, text)
     boxed = BOXED.findall(text)
     numbers = NUMBER.findall(boxed[-1] if boxed else text)
     try:
-        return Decimal(numbers[-1].replace(",", "")) if numbers else None
-    except InvalidOperation:
+        return Fraction(numbers[-1].replace(",", "")) if numbers else None
+    except (ValueError, ZeroDivisionError):
         return None
+
+
+def _plain(text: str) -> str:  # composed Unicode, one kind of line break, stripped
+    return unicodedata.normalize("NFC", text).replace("\r\n", "\n").strip()
 
 
 def spellings_of(gold: Any) -> list[str]:
@@ -92,7 +101,8 @@ def spellings_of(gold: Any) -> list[str]:
         kind = f"an object with {', '.join(map(str, gold))}" if isinstance(gold, Mapping) else f"a list of {len(gold)}"
         message, fix = f"`answer` is {kind}, and rewards compare text", "make a column `answer` of text or numbers"
         raise UsageError(message, key="data.columns", fix=fix)
-    text = "" if gold is None or gold != gold else str(gold).strip()
+    is_decimal = isinstance(gold, float | Decimal)  # not as 1e-05, which math-verify reads as e - 5
+    text = "" if gold is None or gold != gold else _plain(f"{Decimal(str(gold)):f}" if is_decimal else str(gold))
     other = str(int(gold)) if isinstance(gold, float) and gold.is_integer() else text.lower()
     return [text, *([other] if isinstance(gold, bool | float) else [])] if text else []
 
@@ -109,13 +119,13 @@ def answer_similarity(completions: Sequence[Completion], answer: Sequence[Any], 
 
     A row without an answer scores 0.
     """
-    pairs = ((text_of(text).strip(), spellings_of(gold)) for text, gold in zip(completions, answer, strict=True))
+    pairs = ((_plain(text_of(text)), spellings_of(gold)) for text, gold in zip(completions, answer, strict=True))
     return [max((levenshtein_similarity(text, gold) for gold in golds), default=0.0) for text, golds in pairs]
 
 
 def exact_answer(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
     """Score 1.0 if the completion is the answer, without surrounding white space, else 0.0."""
-    return [float(text_of(text).strip() in spellings_of(gold)) for text, gold in zip(completions, answer, strict=True)]
+    return [float(_plain(text_of(text)) in spellings_of(gold)) for text, gold in zip(completions, answer, strict=True)]
 
 
 def format_match(

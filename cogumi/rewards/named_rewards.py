@@ -275,8 +275,9 @@ def messages_of(completion: Any, role: str) -> Any:
 def as_annotated(reward: Any) -> Any:
     """Wrap a reward so that it gets prompts and completions as it is annotated, in lists that it may change."""
     converters: dict[str, Callable[[Any], Any]] = {}
+    hints = {**getattr(reward, "__annotations__", {}), **_hints_of(reward)}
     for name, role in ROLES.items():
-        annotation = str(getattr(reward, "__annotations__", {}).get(name))
+        annotation = re.sub(r"^(?:\w+\.)?Optional\[(.*)\]$| \| None$", r"\1", str(hints.get(name)))
         if TEXT_ANNOTATION.fullmatch(annotation):
             converters[name] = text_of
         elif MESSAGES_ANNOTATION.fullmatch(annotation):

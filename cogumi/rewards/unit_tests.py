@@ -19,6 +19,7 @@ FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py|python3)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.I
 )
 UNCALLED_CHECK = re.compile(r"^def check\((?!.*^check\()", re.MULTILINE | re.DOTALL)
+TEST = re.compile(r"^(?:assert|raise|for|while|with|if|try|def test|class \w+\(.*TestCase|[\w.]+(?: = .*)?\()", re.M)
 ANY_FENCE = re.compile(FENCE.pattern.replace("(?:python|py|python3)", ""), re.MULTILINE | re.DOTALL)
 
 
@@ -41,14 +42,13 @@ def unit_tests(
     size = len(completions)
     joined = [test_case if isinstance(test_case, str | None) else "\n".join(test_case) for test_case in tests]
     for number, name in enumerate(entry_point or [None] * size):
-        if UNCALLED_CHECK.search(joined[number] or ""):
-            if name is None:
-                message, fix = (
-                    "`tests` define check(candidate) and call none",
-                    "data.columns: {entry_point: entry_point}",
-                )
-                raise UsageError(f"unit_tests: {message}, so every program would pass", key="cogumi.rewards", fix=fix)
+        if name is not None and UNCALLED_CHECK.search(joined[number] or ""):
             joined[number] = f"{joined[number]}\ncheck({name})\n"
+        source = (joined[number] or "").strip()
+        if source and (UNCALLED_CHECK.search(source) or not TEST.search(source)):
+            message = f"every program would pass `tests` without an assert, test function or TestCase: {source!r:.40}"
+            fix = "write Python; for tests that define check(candidate) set data.columns: {entry_point: entry_point}"
+            raise UsageError(f"unit_tests: {message}", key="cogumi.rewards", fix=fix)
     columns = zip(completions, joined, prefix or [None] * size, suffix or [None] * size, strict=True)
     sources = [None if each is None or not each.strip() else (source_of(text_of(done), before, after), each)
                for done, each, before, after in columns]  # fmt: skip
