@@ -1,11 +1,15 @@
 """The reward for unit tests that pass: what scores, what fails, what is not scored, and what earns nothing by a trick."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
+from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
+from cogumi.methods import gspo
 from cogumi.rewards import rewards_of
 from cogumi.rewards.named_rewards import try_reward
 from cogumi.rewards.unit_tests import source_of, unit_tests
@@ -68,12 +72,21 @@ def test_tests_that_every_program_passes_are_refused(tests: Any):
     [
         "for x in (1, 2):\n    assert double(x) == x + x",
         "import math\nmath.sqrt(double(2) - 4)\nassert double(2) == 4",
+        "import math; assert double(2) == 4",
         "result = list(map(double, [2, 4]))\nif result != [4, 8]: raise ValueError",
         "from unittest import TestCase\nclass Doubles(TestCase):\n    def test_two(self): self.assertEqual(double(2), 4)",
     ],
 )
 def test_tests_of_other_forms_are_run(tests: str):
     assert scores([GOOD, BAD], tests) == [1, 0]
+
+
+def test_each_row_is_read_before_the_run(tiny_model: Path):
+    config = {"model": {"name": str(tiny_model)}, "data": {"source": "unused.jsonl", "format": "chat"}}
+    run = load_config(config | {"cogumi": {"method": "gspo", "rewards": ["unit_tests"], "run_dir": "unused"}})
+    prompts = Dataset.from_dict({"prompt": ["one", "two"], "tests": [ASSERTS, "[1, 2]"]})
+    with pytest.raises(UsageError, match="every program would pass `tests`"):
+        gspo.try_rewards(run, prompts)
 
 
 def test_a_completion_between_a_prefix_and_a_suffix():

@@ -10,6 +10,7 @@ import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -44,6 +45,9 @@ def adapter_changes(adapter: Adapter, base: Base, checkpoint: Checkpoint, lora: 
     modules = collector.model.named_modules()
     for name, module in sorted(modules, key=lambda entry: getattr(entry[1], "tied_adapter", None) is not None):
         collector.add_module(name, module)
+    if collector.bypassed:
+        text = "%d updates are left out, the first of %s: PEFT's has no effect, as the model never calls the layer"
+        log.warning(text, len(collector.bypassed), collector.bypassed[0])
     changes.parameters = collector.changes
     for key in expected - collector.used:  # a bias trained whole (bias="all" or "lora_only")
         if not key.endswith(".bias"):
@@ -134,6 +138,7 @@ class LayerChanges:
     changes: dict[str, Change] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     tokens: dict[int, Rows] = field(default_factory=dict)
+    bypassed: list[str] = field(default_factory=list)
 
     def add(self, parameter: str, change: Change, *keys: str) -> None:
         if parameter in self.changes:
@@ -186,10 +191,10 @@ class LayerChanges:
         weights, rank, scaling = self.adapter.weights, layer.r["default"], float(layer.scaling["default"])
         kind = "lora_embedding_{}" if is_embedding else "lora_{}.weight"
         key_a, key_b = (f"{key}.{kind.format(side)}" for side in "AB")
-        if self.is_bypassed(key):
-            log.warning(
-                "%s is used without a call of its layer, where PEFT's update has no effect: left out", parameter
-            )
+        parent, _, leaf = key.removeprefix(PREFIX).rpartition(".")
+        parent_class: Any = type(self.model.get_submodule(parent))
+        if is_bypassed(parent_class, leaf):
+            self.bypassed.append(parameter)
             self.used.update(name for name in self.spans if name.startswith(f"{key}.lora_"))
             return
         transposed = is_embedding or bool(layer.fan_in_fan_out)
@@ -204,13 +209,6 @@ class LayerChanges:
                 raise self.adapter.refused(message)
             bias = LowRank(weights, None, f"{key}.lora_B.bias", 1, scaling)
             self.add(f"{parameter}.bias", Change(terms=(bias,)), bias.key_b)
-
-    def is_bypassed(self, key: str) -> bool:
-        """Return whether a layer's weight is read by its parent and the layer never called: PEFT's update has no effect."""
-        parent, _, leaf = key.removeprefix(PREFIX).rpartition(".")
-        source = inspect.getsource(type(self.model.get_submodule(parent)))
-        is_read = re.search(rf"\bself\.{leaf}\.weight\b(?!\.(dtype|device|shape))", source) is not None
-        return is_read and f"self.{leaf}(" not in source
 
     def refuse_other_forward(self, parameter: str, layer: Any, has_tokens: bool = False) -> None:
         """Refuse a layer whose forward is more than a product with its weight and embed_scale: PEFT's update is added behind.
@@ -256,3 +254,11 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
     for head, embedding in checkpoint.tied.items():
         if embedding == parameter:
             changes.parameters.setdefault(head, Change(whole=span))
+
+
+@cache
+def is_bypassed(kind: Any, leaf: str) -> bool:
+    """Return whether modules of a class read the weight of a layer and never call it: PEFT's update has no effect there."""
+    source = inspect.getsource(kind)
+    is_read = re.search(rf"\bself\.{leaf}\.weight\b(?!\.(dtype|device|shape))", source) is not None
+    return is_read and f"self.{leaf}(" not in source

@@ -25,7 +25,7 @@ from cogumi.data.templates import read_template
 from cogumi.environments.dialogue import Dialogue
 from cogumi.environments.episodes import Episodes
 from cogumi.environments.loading import ENVIRONMENT, TOOLS, Task, load_task, try_environment
-from cogumi.methods.sampler import check_prompts, engine_of, sampler_settings
+from cogumi.methods.sampler import ROWS_AT_ONCE, check_prompts, engine_of, sampler_settings
 from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, loss_values
@@ -39,7 +39,7 @@ from cogumi.rewards.functions import (
     with_columns,
     with_thoughts,
 )
-from cogumi.rewards.unit_tests import run_tests, unit_tests
+from cogumi.rewards.unit_tests import join_tests, run_tests, unit_tests
 from cogumi.rl import memory_plan, sampling
 from cogumi.rl.fp32_head import fp32_lm_head
 from cogumi.rl.generation import share_prefill_and_drop_finished
@@ -279,6 +279,10 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     rewards, group = read_rewards(run), run.setting("num_generations")
     named_rewards.refuse_missing_columns(rewards, prompts.column_names)
     check_prompts(rewards, prompts)
+    if any(entry.name == unit_tests.__name__ for entry in named_rewards.read_entries(run.cogumi.rewards or [])):
+        taken = prompts.select_columns(sorted({"tests", "entry_point"} & set(prompts.column_names)))
+        for rows in taken.iter(ROWS_AT_ONCE):
+            join_tests(rows["tests"], rows.get("entry_point"))
     for reward in rewards:
         for name in parameters_of(reward).keys() & prompts[0].get(RECORD_COLUMN, {}).keys() - set(prompts.column_names):
             log.warning("reward %s takes `%s`, a column that data.columns does not name", reward.__name__, name)

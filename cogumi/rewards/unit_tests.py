@@ -19,7 +19,9 @@ FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py|python3)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.I
 )
 UNCALLED_CHECK = re.compile(r"^def check\((?!.*^check\()", re.MULTILINE | re.DOTALL)
-TEST = re.compile(r"^(?:assert|raise|for|while|with|if|try|def test|class \w+\(.*TestCase|[\w.]+(?: = .*)?\()", re.M)
+TEST = re.compile(
+    r"(?:^|; *)(?:assert|raise|for|while|with|if|try|def test|class \w+\(.*TestCase|[\w.]+(?: = .*)?\()", re.M
+)
 ANY_FENCE = re.compile(FENCE.pattern.replace("(?:python|py|python3)", ""), re.MULTILINE | re.DOTALL)
 
 
@@ -39,16 +41,7 @@ def unit_tests(
     The program is prefix + completion + suffix where a row has them, else the completion's code. `unit_tests/timed_out` and
     `unit_tests/crashed` are the shares that took too long, and that a signal, their memory or their files ended.
     """
-    size = len(completions)
-    joined = [test_case if isinstance(test_case, str | None) else "\n".join(test_case) for test_case in tests]
-    for number, name in enumerate(entry_point or [None] * size):
-        if name is not None and UNCALLED_CHECK.search(joined[number] or ""):
-            joined[number] = f"{joined[number]}\ncheck({name})\n"
-        source = (joined[number] or "").strip()
-        if source and (UNCALLED_CHECK.search(source) or not TEST.search(source)):
-            message = f"every program would pass `tests` without an assert, test function or TestCase: {source!r:.40}"
-            fix = "write Python; for tests that define check(candidate) set data.columns: {entry_point: entry_point}"
-            raise UsageError(f"unit_tests: {message}", key="cogumi.rewards", fix=fix)
+    size, joined = len(completions), join_tests(tests, entry_point)
     columns = zip(completions, joined, prefix or [None] * size, suffix or [None] * size, strict=True)
     sources = [None if each is None or not each.strip() else (source_of(text_of(done), before, after), each)
                for done, each, before, after in columns]  # fmt: skip
@@ -62,6 +55,22 @@ def unit_tests(
             count = sum(result.status == status for _, result in results)
             log_metric(f"unit_tests/{name}", count / max(len(results), 1))
     return scores
+
+
+def join_tests(
+    tests: Sequence[str | Sequence[str] | None], entry_point: Sequence[str | None] | None
+) -> list[str | None]:
+    """Return the source of each row's tests. Raises UsageError for tests that every program passes."""
+    joined = [test_case if isinstance(test_case, str | None) else "\n".join(test_case) for test_case in tests]
+    for number, name in enumerate(entry_point or [None] * len(joined)):
+        if name is not None and UNCALLED_CHECK.search(joined[number] or ""):
+            joined[number] = f"{joined[number]}\ncheck({name})\n"
+        source = (joined[number] or "").strip()
+        if source and (UNCALLED_CHECK.search(source) or not TEST.search(source)):
+            message = f"every program would pass `tests` without an assert, test function or TestCase: {source!r:.40}"
+            fix = "write Python; for tests that define check(candidate) set data.columns: {entry_point: entry_point}"
+            raise UsageError(f"unit_tests: {message}", key="cogumi.rewards", fix=fix)
+    return joined
 
 
 def run_tests(
