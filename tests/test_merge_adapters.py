@@ -385,6 +385,22 @@ def test_an_update_of_a_layer_that_is_never_called_is_left_out(
     assert re.search(r"\d updates are left out, the first of model\.layers\.\d\.mlp\.router\.classifier", caplog.text)
 
 
+@pytest.mark.parametrize("longer", [False, True])
+def test_a_config_beside_the_adapter_that_computes_otherwise_is_told(
+    longer: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a training that stretched the positions, saved as axolotl does."""
+    base = save_base(tmp_path / "base", LlamaConfig(**SIZES))
+    model = load(base)
+    if longer:
+        model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "linear", "factor": 4.0}
+    adapter = train(model, tmp_path / "adapter", target_modules=["q_proj"])
+    model.config.save_pretrained(adapter)
+    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    assert ("config.json has rope_parameters {" in caplog.text) == longer
+    assert "'factor': 4.0" in caplog.text or not longer
+
+
 @pytest.mark.parametrize("lora", [{"target_modules": ["lm_head"]}, {"target_modules": ["lm_head"], "bias": "all"}])
 def test_a_head_with_a_bias(lora: dict[str, Any], tmp_path: Path) -> None:
     """PEFT saves the head's bias beside its factors."""

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from cogumi.core.disk_space import space_of
 from cogumi.core.errors import MergeError, UsageError
 from cogumi.core.formatting import format_bytes
 from cogumi.core.notices import show_seconds, show_stage
-from cogumi.merge.adapter_files import find_adapter, read_json, resolve_adapter
-from cogumi.merge.bases import check_further_base, resolve_base
+from cogumi.merge.adapter_files import Adapter, find_adapter, read_json, resolve_adapter
+from cogumi.merge.bases import Base, check_further_base, read_model_config, resolve_base
 from cogumi.merge.completeness import describe_missing
 from cogumi.merge.expert_layout import EXPERT_LAYOUTS
 from cogumi.merge.foreign_adapters import as_installed
@@ -32,6 +33,7 @@ from cogumi.merge.stream import Outcome, progress_bar, write_and_verify
 from cogumi.merge.witness import Answer, AnswerCheck, WitnessCheck, check_answers, check_witness, read_answers
 
 log = logging.getLogger(__name__)
+FORWARD_KEYS = ("rope_parameters", "sliding_window", "layer_types", "num_experts_per_tok")
 
 AdapterPath = str | os.PathLike[str]
 CHOICES = {
@@ -200,6 +202,9 @@ def merge_adapter(
     if (last := max((token["id"] for token in tokens), default=0)) >= rows:
         message = "the tokenizer has token %d and the model %d rows: one trained on more should bring its embedding"
         log.warning(message, last, rows)
+    for part, _ in plan.adapters:
+        if (part.path / "config.json").is_file():
+            warn_of_other_settings(part, plan.base)
     if unchanged := [name for name, stat in outcome.stats.items() if stat.max_abs_delta == 0]:
         message = "%d of %d updates are zero (never trained?), the first is %s"
         log.warning(message, len(unchanged), len(outcome.stats), unchanged[0])
@@ -215,6 +220,17 @@ def merge_adapter(
         **checks,
         **figures,
     )
+
+
+def warn_of_other_settings(adapter: Adapter, base: Base) -> None:
+    """Warn where the model's config beside an adapter, as axolotl saves it, computes otherwise than the base's."""
+    with suppress(UsageError):  # a config.json of another kind
+        configs = [read_model_config(base, adapter.path).get_text_config(), base.model_config.get_text_config()]
+        for key in FORWARD_KEYS:
+            trained, stored = (getattr(config, key, None) for config in configs)
+            if trained != stored:
+                message = "%s has %s %s, the base %s, which the merged model keeps: change its config.json if the training did"
+                log.warning(message, adapter.path / "config.json", key, trained, stored)
 
 
 def write_model(plan: MergePlan, settings: WriteSettings) -> tuple[Outcome, dict[str, Any], dict[str, Any]]:
