@@ -79,7 +79,7 @@ def test_an_evaluation_before_the_training_changes_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-@pytest.mark.parametrize("method", ["sft", pytest.param("dpo", marks=SEVERAL), "gspo"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("dpo", marks=(SEVERAL, pytest.mark.sweep)), "gspo"])
 def test_each_method_trains_in_two_processes_what_it_does_in_one(
     method: str, sharded: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -258,7 +258,11 @@ FORTY = pytest.mark.slow("40 kills, and a resume after each")
 
 @pytest.mark.parametrize(
     ("kills", "sharded"),
-    [(4, True), pytest.param(40, False, marks=(FORTY, pytest.mark.sweep)), pytest.param(40, True, marks=FORTY)],
+    [
+        (4, True),
+        pytest.param(40, False, marks=(FORTY, pytest.mark.sweep)),
+        pytest.param(40, True, marks=(FORTY, pytest.mark.sweep)),
+    ],
     ids=["4-FSDP2", "40-DDP", "40-FSDP2"],
 )
 def test_kills_at_random_moments_lose_nothing(kills: int, sharded: bool, tmp_path: Path) -> None:

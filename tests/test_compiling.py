@@ -253,7 +253,7 @@ def test_preparing_mends_biases_and_repacking() -> None:
 # --------------------------------------------------------------------------------------------------------- a compiler
 
 
-@pytest.mark.slow("minutes of Dynamo on a slow machine")
+@pytest.mark.sweep
 def test_a_box_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = graphs_and_breaks()
     assert try_compiler(torch.device("cpu")) == ""

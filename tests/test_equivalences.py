@@ -105,7 +105,7 @@ GSPO = {
 
 
 @pytest.mark.slow("pairs of trainings of 24 steps and more")
-@pytest.mark.parametrize("method", ["sft", "dpo", "gspo"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("dpo", marks=pytest.mark.sweep), "gspo"])
 def test_a_yaml_is_the_script_written_by_hand(
     method: str, chat_model: Path, data: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_yaml_is_the_script_written_by_hand(
 
 
 @pytest.mark.slow("pairs of trainings of 24 steps and more")
-@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("method", ["sft", pytest.param("dpo", marks=pytest.mark.sweep)])
 def test_accumulated_batches_are_one_batch(
     method: str, chat_model: Path, data: dict[str, Path], tmp_path: Path
 ) -> None:

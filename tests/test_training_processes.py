@@ -151,7 +151,7 @@ def test_sft_of_two_processes_is_that_of_one_up_to_the_merged_model(run: Callabl
     assert "pytorch_model_fsdp_0" in checkpoints[1]
 
 
-@pytest.mark.parametrize("method", ["dpo", "gspo"])
+@pytest.mark.parametrize("method", [pytest.param("dpo", marks=pytest.mark.sweep), "gspo"])
 def test_sharded_and_whole_the_same_is_learned(method: str, run: Callable[..., Path]) -> None:
     two = run(method, "two", processes=2)
     shared = run(method, "shared", processes=2, sharding="fsdp2")
@@ -207,7 +207,7 @@ def pid_of_rank(folder: Path, rank: int) -> int:
     return next((each.pid for each in processes_with("RANK", rank) if each.info["cwd"] == str(folder)), 0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.sweep), 1])
 def test_one_that_dies_ends_the_run_and_is_named(
     rank: int, whole: Path, run: Callable[..., Path], start: Start, tmp_path: Path
 ) -> None:
