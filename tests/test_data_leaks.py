@@ -206,18 +206,6 @@ def test_text_is_one_example_wherever_its_prompt_ends(texts: tuple[str, str]) ->
     assert read({"prompt": texts[0], "completion": texts[1]})[1] == "Q: 2 + 3? A: 5"
 
 
-def test_a_question_in_capitals_is_not_trained_on(tmp_path: Path) -> None:
-    other = [{"messages": [ask(f"Other {number}?"), say("a")]} for number in range(20)]
-    evaluated = write_lines(tmp_path / "eval.jsonl", [{"messages": [ask("What is Straße?"), say("b")]}])
-    for question in ("what is  straße?", "WHAT IS STRASSE?\n"):
-        rows = [*other, {"messages": [ask(question), say("c")]}]
-        source = write_lines(tmp_path / "rows.jsonl", rows)
-        train = prepared("sft", [source], tmp_path, eval_source=evaluated)[0].train
-        assert {reason: row.count for reason, row in train.dropped.items()} == {
-            "with the question of a held-out row": 1
-        }
-
-
 def test_pairs_of_text_without_a_prompt_share_the_lines_before_their_answers() -> None:
     read = reader_for(FormatOptions("dpo", "preference"), chat_tokenizer("qwen3"))
     assert read is not None

@@ -25,11 +25,11 @@ MODEL, CARD = (LlamaForCausalLM, "forward"), (AutoModelForCausalLM, "from_pretra
 # Quantized or not, what runs out of memory, and at which call since the training. Eight rows of logits are eight calls,
 # and the witness takes two of the merged model, after two of the base where that is quantized.
 PLACES: dict[str, tuple[bool, tuple[Any, str], int]] = {
-    "live logits": (False, MODEL, 1), "base logits": (False, MODEL, 6),
-    "merge": (False, (finish, "merge_adapter"), 1), "loading": (False, CARD, 1), "merged logits": (False, MODEL, 11),
+    "live logits": (False, MODEL, 1), "base logits": (False, MODEL, 3),
+    "merge": (False, (finish, "merge_adapter"), 1), "loading": (False, CARD, 1), "merged logits": (False, MODEL, 6),
     "comparing adapters": (True, (finish, "differing_tensors"), 1), "loading the base": (True, CARD, 1),
-    "loading the adapter": (True, (PeftModel, "from_pretrained"), 1), "full-precision logits": (True, MODEL, 7),
-    "loading the merged model": (True, CARD, 2), "merged logits of a quantized run": (True, MODEL, 16),
+    "loading the adapter": (True, (PeftModel, "from_pretrained"), 1), "full-precision logits": (True, MODEL, 4),
+    "loading the merged model": (True, CARD, 2), "merged logits of a quantized run": (True, MODEL, 8),
 }  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def question_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def example_hashes(rows: pl.DataFrame, read: Read | None, seed: int) -> RowHashes:
-    """Hash the example and the question of each row, without regard to case; of code its columns."""
+    """Hash the example and the question of each row; of code its columns."""
     if read is None:
         examples, columns = row_hashes(rows, seed), [name for name in rows.columns if name in QUESTION_COLUMNS]
         is_same = not columns or columns == rows.columns
@@ -126,7 +126,7 @@ def example_hashes(rows: pl.DataFrame, read: Read | None, seed: int) -> RowHashe
             bad.append(index)
             question = example = ""
         hashes[0].append(hash_text(json.dumps(example, sort_keys=True, default=str), seed))
-        hashes[1].append(hash_text(question.casefold(), seed))
+        hashes[1].append(hash_text(question, seed))
     examples, questions = (np.frombuffer(b"".join(part), "<u8").astype(np.uint64) for part in hashes)
     if bad:
         examples[bad] = questions[bad] = NOTHING

@@ -279,7 +279,7 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     rewards, group = read_rewards(run), run.setting("num_generations")
     named_rewards.refuse_missing_columns(rewards, prompts.column_names)
     check_prompts(rewards, prompts)
-    if any(entry.name == unit_tests.__name__ for entry in named_rewards.read_entries(run.cogumi.rewards or [])):
+    if rewards and any(entry.name == "unit_tests" for entry in named_rewards.read_entries(run.cogumi.rewards)):
         taken = prompts.select_columns(sorted({"tests", "entry_point"} & set(prompts.column_names)))
         for rows in taken.iter(ROWS_AT_ONCE):
             join_tests(rows["tests"], rows.get("entry_point"))
