@@ -48,6 +48,13 @@ def _no_signal_ignored() -> None:
             signal.signal(number, usual)
 
 
+@pytest.fixture(autouse=True)
+def _no_optimizer_overrides() -> None:
+    """Forget bitsandbytes' embeddings in 32 bits: it knows them by `id`, which a tensor of the next test may have again."""
+    if (optimizers := sys.modules.get("bitsandbytes.optim")) is not None:
+        optimizers.GlobalOptimManager.get_instance().initialize()
+
+
 @pytest.fixture(scope="module")
 def float64_head() -> Iterator[None]:
     """TRL's losses through logits in the model's dtype: its own head rounds a float64 model's to float32."""

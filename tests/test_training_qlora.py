@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 import yaml
-from bitsandbytes.optim import GlobalOptimManager
 from qlora_runs import (
     Config,
     as_gspo,
@@ -138,7 +137,6 @@ def test_a_checkpoint_is_forecast_before_the_run(
     if on_disk:
         config["model"] = {"name": str(four_bit_copy(tiny_model, tmp_path / "base"))}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    GlobalOptimManager.get_instance().initialize()  # 32 bits go by id, and an embedding of another test may have had the same
     forecast = forecast_disks(load_config(tmp_path / "run.yaml"))
     result = cogumi.train(tmp_path / "run.yaml")
     (written,) = (result.run_dir / "checkpoints").glob("checkpoint-*")
