@@ -22,8 +22,8 @@ from cogumi.training import finish
 
 GSPO = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 8}
 MODEL, CARD = (LlamaForCausalLM, "forward"), (AutoModelForCausalLM, "from_pretrained")
-# Quantized or not, what runs out of memory, and at which call since the training. Eight rows of logits are eight calls,
-# and the witness takes two of the merged model, after two of the base where that is quantized.
+# Quantized or not, what runs out of memory, and at which call since the training. Two rows of live
+# and of base logits are four calls, and the witness takes one of the merged model, after one of the base where that is quantized.
 PLACES: dict[str, tuple[bool, tuple[Any, str], int]] = {
     "live logits": (False, MODEL, 1), "base logits": (False, MODEL, 3),
     "merge": (False, (finish, "merge_adapter"), 1), "loading": (False, CARD, 1), "merged logits": (False, MODEL, 6),

@@ -36,7 +36,6 @@ REPOSITORY = Path(__file__).parents[1]
 FAST = {"MIN_SAVE_SECONDS": 0.3, "MAX_SAVE_SHARE": 0.9, "SAVES_PER_RUN": 4}
 SCRIPT = f"""
 import sys, cogumi
-from cogumi.telemetry.status import status_of
 from cogumi.training import loop
 vars(loop).update({FAST})
 cogumi.train(sys.argv[1])

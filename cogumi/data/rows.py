@@ -132,8 +132,10 @@ def describe_value(value: Any) -> str:
         return value.decode(errors="backslashreplace")
     if isinstance(value, tuple):
         return " | ".join(map(describe_value, value))
-    is_list = isinstance(value, list) and value
-    if is_list and all(isinstance(item, dict) and set(item) == MESSAGE_KEYS for item in value):
+    is_message_list = isinstance(value, list) and all(
+        isinstance(item, dict) and set(item) == MESSAGE_KEYS for item in value
+    )
+    if value and is_message_list:
         return " ".join(f"{message['role']}: {describe_value(message['content'])}" for message in value)
     return json.dumps(value, ensure_ascii=False, default=str)
 

@@ -67,7 +67,8 @@ def join_tests(
             joined[number] = f"{joined[number]}\ncheck({name})\n"
         source = (joined[number] or "").strip()
         if source and (UNCALLED_CHECK.search(source) or not TEST.search(source)):
-            message = f"every program would pass `tests` without an assert, test function or TestCase: {source!r:.40}"
+            begun = source.splitlines()[0]
+            message = f"every program would pass `tests` without an assert, test function or TestCase: {begun!r:.40}"
             fix = "write Python; for tests that define check(candidate) set data.columns: {entry_point: entry_point}"
             raise UsageError(f"unit_tests: {message}", key="cogumi.rewards", fix=fix)
     return joined
