@@ -1,4 +1,4 @@
-# The stable lane with its kernel, for a rented GPU (docs/launch.md): docker build -t cogumi .
+# The stable lane with its kernel, for a rented GPU (docs/quickstart.md): docker build -t cogumi .
 # A volume mounted at /workspace hides what the image has there: cogumi is in /opt, and only caches, notebooks and runs go there.
 ARG BASE=nvidia/cuda:13.0.2-runtime-ubuntu24.04
 FROM ${BASE}

@@ -4,7 +4,6 @@ import faulthandler
 import html
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -215,27 +214,3 @@ def test_a_hub_that_fails_is_worth_another_try_and_a_wrong_name_is_not(
         done = run(command, "someone/model")
         assert (done.returncode, "does not answer" in done.stderr) == (75, True), done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_the_loop_of_the_documentation_tries_again_and_no_more_than_it_must(
-    sft: Config, fails: Callable[[str], Any], tmp_path: Path, prepared: str
-) -> None:
-    page = (HERE.parent / "docs/reliability.md").read_text()
-    (loop,) = re.findall(r"```bash\n(for attempt.*?)```", page, re.DOTALL)
-    (tmp_path / "cogumi").write_text(f'#!/bin/sh\nexec {prepared} -c "$(cat failing.py)" "$@"\n')
-    (tmp_path / "sleep").write_text(f"#!/bin/sh\necho slept $1 >> {tmp_path / 'slept'}\n")
-    for name in ("cogumi", "sleep"):
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(sft))
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MARK": str(tmp_path / "mark")}
-
-    def ends(error: str) -> int:
-        (tmp_path / "failing.py").write_text(FAILING.format(error=error))
-        return subprocess.run(["sh", "-c", loop], cwd=tmp_path, env=environment, timeout=300).returncode
-
-    assert ends("ValueError('boom')") == 1
-    assert not (tmp_path / "slept").exists()
-    (tmp_path / "mark").unlink()
-    assert ends("httpx.ReadTimeout('no answer')") == 0
-    assert (tmp_path / "slept").read_text() == "slept 60\n"
-    assert status_of(tmp_path / "run").passed

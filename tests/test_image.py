@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be read without building it (docs/launch.md says what was built)."""
+"""The Dockerfile, as far as it can be read without building it (docs/quickstart.md says what was built)."""
 
 import fnmatch
 import re

@@ -164,7 +164,7 @@ def test_a_trick_earns_nothing(tests: str):
 
 
 def test_what_cannot_be_prevented_earns_a_point():
-    """docs/security.md lists these: completion and tests are one process, in one namespace."""
+    """docs/rewards.md lists these: completion and tests are one process, in one namespace."""
     equal = (
         "class Any(int):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef double(x): return Any()"
     )

@@ -212,7 +212,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 refused.append(f"{level}: {error}")
                 self._stop_workers()
         reason = "; ".join(refused) or f"{isolation} is not installed, or is not for this system"
-        fix = 'use "auto", or see docs/security.md for what each level takes'
+        fix = 'use "auto", or see docs/rewards.md for what each level takes'
         raise UsageError(f"no sandbox here: {reason}", key="isolation", fix=fix)
 
     def describe(self) -> str:
