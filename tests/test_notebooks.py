@@ -161,7 +161,7 @@ SAID = {
 }
 
 
-FEWER = {"06": {"STEPS": 100}, "09": {"REWARD_STEPS": 8}}  # those that say themselves how many steps
+FEWER = {"06": {"STEPS": 100}, "09": {"REWARD_STEPS": 8, "TOOL_STEPS": 8}}  # those that say themselves how many steps
 
 
 # When it is imported in a kernel, the package tells it how its values are shown.

@@ -139,12 +139,11 @@ def configure(gspo: Config, stage: str) -> Config:
 
 
 def stages(*first: str) -> list[Any]:
-    """All stages, these alone in the first tier."""
-    slow = pytest.mark.slow("a run for each stage")
-    return [pytest.param(stage, marks=[] if stage in first else slow) for stage in PLACES]
+    """All stages, those that are not named as sweeps."""
+    return [pytest.param(stage, marks=[] if stage in first else pytest.mark.sweep) for stage in PLACES]
 
 
-@pytest.mark.parametrize("stage", stages("tokens", "load", "save"))
+@pytest.mark.parametrize("stage", stages("tokens", "download", "load", "save"))
 def test_a_hang_ends_in_its_limit_with_stacks_and_can_be_resumed(
     server: Any, gspo: Config, tmp_path: Path, stage: str
 ) -> None:
@@ -173,7 +172,7 @@ def test_a_run_that_hung_in_its_first_rollout_goes_on_to_its_end(server: Any, gs
     assert cogumi.train(gspo).passed
 
 
-@pytest.mark.parametrize("stage", stages("download"))
+@pytest.mark.parametrize("stage", stages("base", "download", "rollout", "merge"))
 def test_a_budget_of_a_minute_holds_within_ten_seconds(server: Any, gspo: Config, tmp_path: Path, stage: str) -> None:
     gspo["cogumi"] |= {"max_hours": 1 / 60, "on_hung": "continue"}
     status, seconds, text = end_of(server, "budget", stage, configure(gspo, stage), tmp_path)

@@ -151,7 +151,8 @@ def test_sft_of_two_processes_is_that_of_one_up_to_the_merged_model(run: Callabl
     assert "pytorch_model_fsdp_0" in checkpoints[1]
 
 
-@pytest.mark.parametrize("method", [pytest.param("dpo", marks=pytest.mark.sweep), "gspo"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("method", ["dpo", "gspo"])
 def test_sharded_and_whole_the_same_is_learned(method: str, run: Callable[..., Path]) -> None:
     two = run(method, "two", processes=2)
     shared = run(method, "shared", processes=2, sharding="fsdp2")
@@ -174,6 +175,7 @@ def test_every_weight_is_trained_and_saved_from_shards(run: Callable[..., Path])
     assert weights_apart(one, shared, "merged/model.safetensors") <= 2**-8  # a unit of bfloat16, which is saved
 
 
+@pytest.mark.sweep
 def test_packed_rows_and_the_planner_of_gspo(run: Callable[..., Path]) -> None:
     packed = run("sft", "packed", processes=2, merge=False, train={"packing": True, "per_device_train_batch_size": 8})
     decided = json.loads((packed / "decisions.json").read_text())["packing"]

@@ -15,6 +15,8 @@ VARIANTS = {
     "sft, a fifth of the rate", "sft, constant rate, batch of 8", "gspo, another reward", "grpo, token level",
     "dpo, a third of the rate", "held out: sft, another seed", "held out: gspo, another seed", "own chat, batch of 4",
     "own chat, small rate", "own code, small rate", "own pairs, small rate", "own rewards, small rate",
+    "own code, large rate", "own pairs, large rate", "held out: sft, a rate too low",
+    "sft, a base that was never trained", "dpo, a base that cannot tell them yet",
 }  # fmt: skip
 
 
