@@ -37,7 +37,8 @@ STABLE_TESTS := $(addprefix tests/test_,$(addsuffix .py,patches_internals losses
 	rl_guards rl_watch config_signatures training training_unfinished checkpoints_resume checkpoints_protect)) $(wildcard tests/test_merge*.py)
 
 # Not part of `make test`: patches, loss, merge and resume on the stable lane's TRL and transformers, in an environment of its own.
-test-stable: .venv-stable/lane
+# Liger is in .venv/oracles.
+test-stable: .venv/test .venv-stable/lane
 	PYTHONPATH=tests/older_trl PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-stable/bin/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal \
 		-m "not sweep" $(STABLE_TESTS)
 

@@ -28,7 +28,7 @@ from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lo
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BioGptConfig, LlamaConfig, LongcatFlashConfig, PhiConfig, PreTrainedConfig
-from transformers.models.inkling import InklingTextConfig
+from transformers.models.inkling import InklingTextConfig, modeling_inkling
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import check_merged, merge_adapter
@@ -353,7 +353,16 @@ BEYOND_WEIGHTS: dict[str, tuple[PreTrainedConfig, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BEYOND_WEIGHTS)
+# Up to transformers 5.17 the norm is a layer of its own, behind the embedding.
+NORM_IS_APART = pytest.mark.skipif(
+    not hasattr(modeling_inkling, "InklingNormedEmbedding"), reason="an older transformers"
+)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=NORM_IS_APART if given[0] is INKLING else ()) for kind, given in BEYOND_WEIGHTS.items()],
+)
 def test_what_peft_trains_beside_a_layers_own_rule_is_refused(kind: str, tmp_path: Path) -> None:
     """The live adapter differs from every weight that a merge could write, which verify="elements" does not see."""
     config, lora, words = BEYOND_WEIGHTS[kind]
