@@ -18,6 +18,7 @@ from cogumi.core.formatting import join_names, pip_command
 
 INSTALL = "sh requirements/install.sh"
 MAX_NAMES = 6  # in one line
+REPOSITORY = Path(__file__).parents[2]
 # The dependencies in pyproject.toml: without one of these nothing works.
 NEEDED = (
     "accelerate", "blake3", "filelock", "fsspec", "huggingface-hub", "jinja2", "numpy", "peft", "platformdirs",
@@ -126,8 +127,12 @@ def check_lane() -> Finding:
         return Finding("lane", "warning", figure, cause, INSTALL)
     others = drift(lane, versions)
     figure = f"{lane.name}, {lane.state}: {len(lane.pins) - len(others)} of {len(lane.pins)} packages as pinned"
+    words = f"--require-hashes --no-deps --only-binary :all: -r {lane.file}"
+    if not (REPOSITORY / lane.file).is_file():  # installed as a wheel, whose extras leave packages out
+        others = [(name, pinned, version) for name, pinned, version in others if version is not None]
+        words = " ".join(f"{name}=={pinned}" for name, pinned, _ in others)
     if not others:
         return Finding("lane", "ok", figure)
     named = [f"{name} {version or 'not installed'} (pinned {pinned})" for name, pinned, version in others]
-    fix = pip_command(f"install --require-hashes --no-deps --only-binary :all: -r {lane.file}")
+    fix = pip_command(f"install {words}")
     return Finding("lane", "warning", figure, f"not what the lane pins: {join_names(named, MAX_NAMES)}", fix)
