@@ -92,6 +92,7 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pyt
     temporary = {
         re.escape(str(tmp_path)): "<tmp>",
         re.escape(str(tmp_path_factory.getbasetemp())) + r"/([\w-]*?)\d+\b": r"<\1>",
+        r"\S+( -m pip )": r"<python>\1",
         re.escape(str(FILES.parents[1])): "<repository>",
         r"\b(bitsandbytes|peft|transformers|trl) \d[\w.]+": r"\1 <version>",
     }

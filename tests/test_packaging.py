@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 import cogumi
 from cogumi.config.source import list_templates
 from cogumi.core.errors import UsageError, require_extra
+from cogumi.core.formatting import install_command
 
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -65,7 +66,9 @@ def test_public_names_are_documented() -> None:
 
 def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rapidfuzz", None)
-    with pytest.raises(UsageError, match=r'rapidfuzz is not installed; run: pip install "cogumi\[rewards\]"'):
+    with pytest.raises(
+        UsageError, match=r'rapidfuzz is not installed; run: .*python\S* -m pip install "cogumi\[rewards\]"'
+    ):
         require_extra("rapidfuzz", "rewards")
 
 
@@ -74,7 +77,7 @@ def test_a_command_that_trains_names_its_extra(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setitem(sys.modules, module, None)
         for name in [name for name in sys.modules if name.startswith(("cogumi.data.", "cogumi.rewards."))]:
             monkeypatch.delitem(sys.modules, name)
-        said = f'cogumi: {module} is not installed; run: pip install "cogumi[train]"\n'
+        said = f"cogumi: {module} is not installed; run: {install_command('train')}\n"
         assert command_line(*words) == (2, "", said)
 
 
@@ -190,7 +193,7 @@ def test_the_wheel_alone_examines_watches_and_merges(alone: Path, tmp_path: Path
     assert "cogumi merge ADAPTER OUT" in run_alone(alone, tmp_path, "agent-docs")
     for name in ("notebooks/00_quickstart.ipynb", "recipes/sft.py", "smoke/sft"):
         run_alone(alone, tmp_path, "cp", name)
-    fix = 'run: pip install "cogumi[train]"\n'
+    fix = 'python -m pip install "cogumi[train]"\n'
     for words in (("train", "sft.yaml"), ("start", "sft.yaml"), ("smoke",), ("export", "merged", "out")):
         assert run_alone(alone, tmp_path, *words, status=2).endswith(fix)
     assert not (tmp_path / "runs").exists()

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Self
 
-from cogumi.core.formatting import one_line
+from cogumi.core.formatting import install_command, one_line
 
 log = logging.getLogger("cogumi")
 TRAINING_PACKAGES = ("datasets", "polars", "pyarrow", "trl")  # the extra "train" of pyproject.toml
@@ -85,7 +85,7 @@ class MergeError(Exception):
 def require_extra(module: str, extra: str, key: str = "") -> None:
     """Raise UsageError if a module is not installed. extra: the one of pyproject.toml that has it. key: what needs it."""
     if find_spec(module) is None:
-        raise UsageError(f"{module} is not installed", key=key, fix=f'run: pip install "cogumi[{extra}]"')
+        raise UsageError(f"{module} is not installed", key=key, fix=f"run: {install_command(extra)}")
 
 
 @contextmanager

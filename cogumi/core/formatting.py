@@ -31,6 +31,11 @@ def pip_command(words: str) -> str:
     return f"{python_command()} -m pip {words}"
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra of pyproject.toml."""
+    return pip_command(f'install "cogumi[{extra}]"')
+
+
 def is_command(program: str) -> bool:
     """Tell whether a process was started as the command line of cogumi."""
     return Path(program).name == "cogumi" or Path(program).parts[-2:] == ("cogumi", "__main__.py")

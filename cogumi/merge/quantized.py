@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from cogumi.core.errors import UsageError
+from cogumi.core.formatting import install_command
 from cogumi.core.safetensors_file import FLOAT_DTYPES, Shard, Span, element_count, read_elements, read_into
 
 BNB_4BIT = "bnb-4bit"
@@ -149,7 +150,7 @@ def decode(tensor: Bnb4bit, first: int, count: int, absmax: torch.Tensor, dtype:
         from bitsandbytes.functional import QuantState, dequantize_4bit
     except ImportError as error:
         message = "reading bitsandbytes' 4-bit weights needs bitsandbytes, which is not installed"
-        raise UsageError(message, fix='run: pip install "cogumi[quantization]"') from error
+        raise UsageError(message, fix=f"run: {install_command('quantization')}") from error
     begin, end = first // tensor.blocksize, -(-(first + count) // tensor.blocksize)
     start = begin * tensor.blocksize
     packed = read_stored(tensor.weight, torch.uint8, start // 2, (first + count - start + 1) // 2)

@@ -14,7 +14,7 @@ from cogumi.config.binding import RENAMED_TRAIN_KEYS, config_class
 from cogumi.config.presets import PRESETS
 from cogumi.config.schema import TRL_CONFIGS, RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import one_line
+from cogumi.core.formatting import one_line, pip_command
 from cogumi.core.redact import SECRETS, RedactedStr
 from cogumi.methods import dpo, gspo, sft
 from cogumi.methods.auto_settings import dtype_of_weights, longest_sequence, settle_clip
@@ -80,7 +80,7 @@ def use_kernels(run: RunConfig, model: Any = None) -> None:
         "only use_kernels is passed on: the model is loaded as `model:` says": set(options) - {"use_kernels"},
         "unsloth has kernels of its own": unsloth_rl.is_in_place(),
         "the hub has kernels for GPUs": not torch.cuda.is_available(),
-        "transformers finds no version of the package kernels that it takes (pip install kernels)": not is_kernels_available(),
+        f"transformers finds no version of kernels that it takes ({pip_command('install kernels')})": not is_kernels_available(),
     }
     if options and (reason := next((text for text, applies in obstacles.items() if applies), "")):
         raise UsageError(reason, key=key, fix="drop it")

@@ -16,7 +16,7 @@ from cogumi.config.binding import nearest
 from cogumi.config.presets import CORRECTION, CORRECTIONS
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import one_line
+from cogumi.core.formatting import install_command, one_line
 from cogumi.merge.adapter_files import PLAIN_INITS
 from cogumi.methods.warm_start import NOT_OF_THE_LORA
 from cogumi.models.adapters import lora_config
@@ -122,7 +122,7 @@ def adapter_rank(run: RunConfig) -> int:
 def refuse_engine(args: Any, by_rollout: bool) -> None:
     """Raise UsageError for vLLM where it is not installed, or corrects for what `behaviour_logps: rollout` has already."""
     if find_spec("vllm") is None:
-        fix = 'install the lane stable+vllm (docs/stack.md) or run: pip install "cogumi[vllm]", or drop the key'
+        fix = f"install the lane stable+vllm (docs/stack.md) or run: {install_command('vllm')}, or drop the key"
         raise UsageError("vLLM is not installed", key="train.use_vllm", fix=fix)
     if by_rollout and args.vllm_importance_sampling_correction:
         reason = "rollout divides by vLLM's log-probabilities already, and TRL's correction would do so again"

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import pip_command
+from cogumi.core.formatting import install_command, pip_command
 from cogumi.patches import PatchStatus
 
 NAME = "unsloth"
@@ -90,7 +90,7 @@ def find_obstacle(backend: BackendName) -> str | None:
         return "stock TRL trains, as was chosen"
     if importlib.util.find_spec("unsloth") is None:
         if backend == "unsloth":
-            fix = 'run: pip install "cogumi[unsloth]", or set cogumi.backend: trl'
+            fix = f"run: {install_command('unsloth')}, or set cogumi.backend: trl"
             raise UsageError("unsloth is not installed", key="cogumi.backend", fix=fix)
         return "unsloth is not installed: stock TRL trains"
     is_supported = torch.cuda.is_available() or os.environ.get(CPU_SWITCH) == "1" or is_in_place()

@@ -19,7 +19,7 @@ import numpy as np
 
 from cogumi.config.binding import nearest
 from cogumi.core.errors import UsageError
-from cogumi.core.formatting import one_line
+from cogumi.core.formatting import install_command, one_line
 from cogumi.data.chat import text_of
 from cogumi.data.rows import without_nulls
 from cogumi.rewards.functions import Completion
@@ -83,7 +83,7 @@ def _score(package: str, groups: Iterable[tuple[Record, list[str]]]) -> list[flo
 @functools.cache
 def load_task(package: str, name: str, options: str) -> Any:
     """Load a data set of reasoning-gym, or an environment of verifiers. options: as JSON. Raises UsageError."""
-    fix = 'install it, with verifiers below 0.4 (pip install "cogumi[verifiers]"), or check data.options'
+    fix = f"install it, with verifiers below 0.4 ({install_command('verifiers')}), or check data.options"
     try:
         if package == "reasoning_gym":
             import reasoning_gym

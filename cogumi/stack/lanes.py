@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cogumi.core.errors import TRAINING_PACKAGES, Finding
-from cogumi.core.formatting import join_names, pip_command
+from cogumi.core.formatting import install_command, join_names, pip_command
 
 INSTALL = "sh requirements/install.sh"
 MAX_NAMES = 6  # in one line
@@ -116,7 +116,7 @@ def check_lane() -> Finding:
             "installed", "fatal", f"missing: {join_names(absent, MAX_NAMES)}", "nothing works without these", INSTALL
         )
     if absent := [name for name in TRAINING_PACKAGES if name not in versions]:
-        figure, fix = f"not installed: {join_names(absent, MAX_NAMES)}", pip_command('install "cogumi[train]"')
+        figure, fix = f"not installed: {join_names(absent, MAX_NAMES)}", install_command("train")
         if len(absent) == len(TRAINING_PACKAGES):
             return Finding("training", "note", f"{figure}; merges, checks and the disk monitor work", "", fix)
         return Finding("training", "warning", figure, "nothing trains without these", fix)
