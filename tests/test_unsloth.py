@@ -778,6 +778,7 @@ def installed_with_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     (tmp_path / "unsloth/__init__.py").write_text("raise ImportError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(unsloth_rl, "_requested_backend", "auto")  # a test before may have trained here by TRL
 
 
 def run_of(name: str, backend: str = "auto") -> RunConfig:
