@@ -3,19 +3,24 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import prepared_process
 import psutil
 import pytest
+import typer
 import yaml
 from builders import run_config
 
+from cogumi.cli import run_commands
 from cogumi.core.run_directory import append_jsonl, this_process, write_json
 
 DATA = {"eval_rows": 8, "fim": {"max_length": 160, "middle_chars": [8, 32]}}
@@ -204,3 +209,19 @@ def test_a_directory_of_runs_is_looked_at_whole_and_where_one_run_is_wanted_they
     for words, said in refused.items():
         answer = cogumi(*words, cwd=tmp_path)
         assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"cogumi: {said}\n")
+
+
+@pytest.mark.parametrize("command", ["checkpoint", "pause", "attach"])
+def test_commands_with_the_name_of_a_directory_are_quoted_for_the_shell(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def attached(run_dir: Path) -> Mock:
+        return Mock(follow=Mock(side_effect=KeyboardInterrupt))
+
+    monkeypatch.setattr(run_commands.handle, "attach", attached)
+    with suppress(typer.Exit):
+        getattr(run_commands, command)(Path("runs/my run"))
+    printed = capsys.readouterr()
+    commands = re.findall(r"`(cogumi \w+ .+?)`", printed.out + printed.err)
+    assert commands
+    assert all(shlex.split(words)[2:] == ["runs/my run"] for words in commands)

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 import cogumi
-from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 
 Config = dict[str, Any]
@@ -69,6 +68,17 @@ def test_weights_that_did_not_move_fail_the_verdict(sft: Config) -> None:
     assert check.figure.startswith("0 of")
 
 
-def test_a_dtype_of_the_merge_is_refused_where_nothing_is_merged(sft: Config) -> None:
-    with pytest.raises(UsageError, match="merge_dtype would be ignored"):
-        load_config(sft, cogumi__merge_dtype="float32")
+@pytest.mark.parametrize(
+    ("merge_dtype", "stored", "passes"), [("auto", torch.float32, True), ("base", torch.bfloat16, False)]
+)
+def test_an_update_that_rounding_would_take_is_saved_in_float32(
+    sft: Config, merge_dtype: str, stored: torch.dtype, passes: bool
+) -> None:
+    result = cogumi.train(sft, train__learning_rate=1e-5, cogumi__merge_dtype=merge_dtype)
+    assert result.merged is not None
+    saved = load_file(result.merged / "model.safetensors")
+    trained = load_file(max((result.run_dir / "checkpoints").glob("checkpoint-*")) / "model.safetensors")
+    assert {weight.dtype for weight in saved.values()} == {stored}
+    assert passes == all(torch.equal(saved[name].float(), trained[name]) for name in saved)
+    (check,) = (check for check in result.verdict.checks if check.name == "saved update")
+    assert (check.passed, result.passed) == (passes, passes), str(result.verdict)

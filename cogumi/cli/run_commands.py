@@ -1,5 +1,6 @@
 """Commands about runs: start, attach, status, logs, report, chat, wait, stop, checkpoint, pause, reward, compare."""
 
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ def start(config: Config, overrides: Overrides = None) -> None:
     with show_waiting("checking, loading, making the first step"), failures_in_one_line():
         run = launch.start(config, **words)
     if not run.status().ended:
-        where = relative_path(str(run.run_dir))
+        where = shlex.quote(relative_path(str(run.run_dir)))
         print_text(f"follow it: cogumi attach {where}    end it: cogumi stop {where}")
 
 
@@ -234,13 +235,14 @@ def stop(
 def checkpoint(run_dir: RunDir) -> None:
     """Make a run save a checkpoint after its step, and train on."""
     handle.attach(run_dir).checkpoint()
-    print_text(f"{run_dir}: asked for a checkpoint; `cogumi status {run_dir}` says when it is there")
+    print_text(f"{run_dir}: asked for a checkpoint; `cogumi status {shlex.quote(str(run_dir))}` says when it is there")
 
 
 def pause(run_dir: RunDir) -> None:
     """Make a run save a checkpoint after its step and wait; it keeps its memory and its GPU."""
     handle.attach(run_dir).pause()
-    ends = f"`cogumi unpause {run_dir}` ends the pause, `cogumi stop {run_dir}` the run"
+    place = shlex.quote(str(run_dir))
+    ends = f"`cogumi unpause {place}` ends the pause, `cogumi stop {place}` the run"
     print_text(f"{run_dir}: asked to save and wait; {ends}")
 
 
@@ -264,9 +266,9 @@ def leaving_on_interrupt(run_dir: Path, back: str = "", exit_status: int = 0, wo
     try:
         yield
     except KeyboardInterrupt:
-        paused = (run_dir / PAUSED).exists()
-        word = word or (f"the run waits until `cogumi unpause {run_dir}`" if paused else "the run continues")
-        print_text(f"\ncogumi: {word}" + (f"; come back with `{back} {run_dir}`" if back else ""), to_error=True)
+        paused, place = (run_dir / PAUSED).exists(), shlex.quote(str(run_dir))
+        word = word or (f"the run waits until `cogumi unpause {place}`" if paused else "the run continues")
+        print_text(f"\ncogumi: {word}" + (f"; come back with `{back} {place}`" if back else ""), to_error=True)
         raise typer.Exit(exit_status) from None
 
 

@@ -328,10 +328,9 @@ class RunConfig(Section):
     @property
     def merge_dtype(self) -> str:
         """The dtype as `merge_adapter` takes it."""
-        options = self.cogumi
-        if options.tuning == "full" or options.merge_dtype == "base":
+        if self.cogumi.merge_dtype == "base":
             return "keep"
-        return "float32" if self.model.dtype == "float32" else options.merge_dtype
+        return "float32" if self.model.dtype == "float32" else self.cogumi.merge_dtype
 
     @property
     def saves_by_time(self) -> bool:
@@ -474,8 +473,6 @@ def refuse_ignored(run: RunConfig, origins: Origins) -> None:
         ignored = {f"cogumi.{key}": "it is for cogumi.method: gspo" for key in GSPO_ONLY}
     else:
         ignored["cogumi.examples_per_step"] = "for cogumi.method: gspo it is cogumi.docs_per_step"
-    if run.cogumi.tuning == "full":
-        ignored["cogumi.merge_dtype"] = "cogumi.tuning: full merges nothing, and saves the weights in the base's dtype"
     if formats == {"fim"}:
         ignored["cogumi.thinking"] = "data.format: fim has no chat template in it"
         ignored["data.overlong"] = "for data.format: fim it is data.fim.overlong"

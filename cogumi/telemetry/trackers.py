@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import secrets
+import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,7 +95,7 @@ def set_tensorboard_directory(run_dir: Path, trainer: Any) -> None:
         if board.logging_dir is None:
             board.logging_dir = str(run_dir / TENSORBOARD)
         survive_errors(board)
-        log.info("tensorboard --logdir %s shows the metrics", relative_path(str(board.logging_dir)))
+        log.info("tensorboard --logdir %s shows the metrics", shlex.quote(relative_path(str(board.logging_dir))))
 
 
 def survive_errors(callback: Any) -> None:

@@ -18,7 +18,7 @@ from cogumi.checkpoints.snapshots import thin_out
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
 from cogumi.core.errors import DiskFull, UsageError, best_effort
-from cogumi.core.formatting import one_line
+from cogumi.core.formatting import format_bytes, one_line
 from cogumi.core.liveness import beat
 from cogumi.core.run_directory import DECISIONS, read_json, read_section, write_atomic, write_json, write_section
 from cogumi.health.flags import red_flags
@@ -36,6 +36,7 @@ from cogumi.health.verdict import (
 from cogumi.hub.downloads import Download, fetch
 from cogumi.merge import logits
 from cogumi.merge.adapter_files import write_base_record
+from cogumi.merge.arithmetic import DeltaStats
 from cogumi.merge.bases import cached_snapshot
 from cogumi.merge.logits import LogitCheck
 from cogumi.merge.merging import WELL_RETAINED, MergeReport, merge_adapter
@@ -59,6 +60,7 @@ log = logging.getLogger("cogumi")
 Result = TypeVar("Result")
 # No failure: this share of the update stays, of the next tokens are equal, and of the adapter's movement is the largest distance.
 MOSTLY_RETAINED, EQUAL_TOKENS, SMALL_MOVEMENT = 0.9, 0.98, 0.25
+SAMPLED_ELEMENTS = 1 << 16  # of each tensor of which rounding is measured
 LOGIT_TOKENS = 64  # of each example on which logits are compared: 2 x 64 x 150 000 logits in bfloat16 are 38 MB
 SAFE_TO_SCALE = "safe to scale"  # the check that answers a sanity check
 
@@ -93,8 +95,40 @@ def save_adapter(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, 
     return unfinished.rename(adapter)
 
 
+def choose_saved_dtype(run: RunConfig, model: Any, dtype: torch.dtype) -> tuple[torch.dtype, Check]:
+    """Return the dtype to save a model in whose every weight was trained, and the check of what it keeps of the update.
+
+    dtype: the base's. `cogumi.merge_dtype: auto` takes float32 where that would round too much away, if the disk has room.
+    """
+    dtype = torch.float32 if run.merge_dtype == "float32" else dtype
+    retained, size = 0.0, 4 * sum(weight.numel() for weight in model.parameters())
+    with best_effort("compare the trained weights with the base's"):
+        retained = retained_share(model, directory_of(model.config.name_or_path, commit_of(model.config)), dtype)
+    if run.merge_dtype == "auto" and retained < WELL_RETAINED and size < space_of(run.run_dir).free:
+        reason = f"would keep {retained:.0%} of the update, which is small beside its spacing"
+        log.warning("%s %s: written in float32 (%s)", str(dtype).removeprefix("torch."), reason, format_bytes(size))
+        dtype, retained = torch.float32, 1.0
+    figure = f"{str(dtype).removeprefix('torch.')} keeps {retained:.1%} of it"
+    fix = "set cogumi.merge_dtype: float32 and another cogumi.run_dir; the last checkpoint has the weights as trained"
+    is_kept, is_lost = retained >= MOSTLY_RETAINED, retained < WELL_RETAINED
+    return dtype, Check("saved update", figure, f">= {WELL_RETAINED:.0%}", is_kept, fix, warning=is_lost)
+
+
+def retained_share(model: Any, base: Path, dtype: torch.dtype) -> float:
+    """Return the share of the update of the base's weights that rounding to dtype keeps, on a sample of each tensor."""
+    stats, before = DeltaStats(), auto_class(model.config).from_pretrained(base, dtype="auto").state_dict()
+    for name, weight in model.named_parameters():
+        if name in before and before[name].shape == weight.shape:  # rows of new tokens resize a tensor
+            sampled = slice(None, None, max(1, weight.numel() // SAMPLED_ELEMENTS))
+            live = weight.detach().flatten()[sampled].cpu()
+            delta = live.double() - before[name].flatten()[sampled].double()
+            rounding = live.to(dtype).double() - live.double()
+            stats.add(DeltaStats(delta_squares=float(delta @ delta), along_delta=float(rounding @ delta)))
+    return 1.0 if stats.retained is None else stats.retained
+
+
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, run_dir: Path, dtype: torch.dtype) -> Path:
-    """Save the trained model in the base's dtype, written aside and renamed to `merged/`.
+    """Save the trained model, written aside and renamed to `merged/`.
 
     The model itself is converted to that dtype: what is compared afterwards is what was saved.
     """

@@ -401,7 +401,8 @@ def train_and_save(
     judge_fit(run, trainer, fitted, ranks)
     followers.wait()
     if run.cogumi.tuning == "full" and ended is None:  # after its checks: saving rounds the model's weights
-        dtype = base.config.dtype or torch.float32
+        dtype, rounding = finish.choose_saved_dtype(run, model, base.config.dtype or torch.float32)
+        fitted.checks.append(rounding)
         merged = finish.retry_when_full(run, "save", finish.save_model, model, tokenizer, run_dir, dtype)
         fitted.checks.extend(attempt("saved model", finish.judge_saved, model, merged))
     if prompts is not None and (ended is None or ended.state == SANITY_CHECKED):
