@@ -100,18 +100,22 @@ def choose_saved_dtype(run: RunConfig, model: Any, dtype: torch.dtype) -> tuple[
 
     dtype: the base's. `cogumi.merge_dtype: auto` takes float32 where that would round too much away, if the disk has room.
     """
-    dtype = torch.float32 if run.merge_dtype == "float32" else dtype
-    retained, size = 0.0, 4 * sum(weight.numel() for weight in model.parameters())
+    name, required = "saved update", f">= {WELL_RETAINED:.0%}"
+    if dtype == torch.float32 or run.merge_dtype == "float32":
+        return torch.float32, Check(name, "float32 keeps all of it", required, True)
+    retained, short, size = None, str(dtype).removeprefix("torch."), 4 * model.num_parameters()
     with best_effort("compare the trained weights with the base's"):
         retained = retained_share(model, directory_of(model.config.name_or_path, commit_of(model.config)), dtype)
+    if retained is None:
+        fix = "set cogumi.merge_dtype: float32 to save all of it"
+        return dtype, Check(name, f"{short}, not compared with the base", required, True, fix, warning=True)
     if run.merge_dtype == "auto" and retained < WELL_RETAINED and size < space_of(run.run_dir).free:
         reason = f"would keep {retained:.0%} of the update, which is small beside its spacing"
-        log.warning("%s %s: written in float32 (%s)", str(dtype).removeprefix("torch."), reason, format_bytes(size))
-        dtype, retained = torch.float32, 1.0
-    figure = f"{str(dtype).removeprefix('torch.')} keeps {retained:.1%} of it"
+        log.warning("%s %s: written in float32 (%s)", short, reason, format_bytes(size))
+        return torch.float32, Check(name, "float32 keeps all of it", required, True)
     fix = "set cogumi.merge_dtype: float32 and another cogumi.run_dir; the last checkpoint has the weights as trained"
     is_kept, is_lost = retained >= MOSTLY_RETAINED, retained < WELL_RETAINED
-    return dtype, Check("saved update", figure, f">= {WELL_RETAINED:.0%}", is_kept, fix, warning=is_lost)
+    return dtype, Check(name, f"{short} keeps {retained:.1%} of it", required, is_kept, fix, warning=is_lost)
 
 
 def retained_share(model: Any, base: Path, dtype: torch.dtype) -> float:
