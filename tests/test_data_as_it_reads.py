@@ -309,6 +309,18 @@ def test_a_thought_beside_and_inside_the_content_is_one(tmp_path: Path, tagged: 
         assert "with two thoughts" in refusal(tmp_path, [{"messages": [CHAT[0], answer]}]).message
 
 
+@pytest.mark.parametrize("names", [("content", "value"), ("reasoning_content", "thinking")])
+def test_two_names_of_one_thing_agree(tmp_path: Path, names: tuple[str, str]) -> None:
+    def answers(first: str, second: str) -> list[Row]:
+        return [{"messages": [CHAT[0], {"role": "assistant", "content": "5."} | dict(zip(names, values, strict=True))]}
+                for values in ((first, second), (second, first))]  # fmt: skip
+
+    expected = rendered([CHAT[0], say("5.") | {names[0]: "a"}])
+    assert ids_of(rows_of(tmp_path, [*answers("a", "a"), *answers("a", "")])) == [expected] * 4
+    reason = f"with a message whose `{names[0]}` and `{names[1]}` differ"
+    assert f"2 {reason}" in refusal(tmp_path, answers("a", "b")).message
+
+
 @pytest.mark.parametrize(
     "answer", [say("<think>\nT\n</think>\n\n"), say("T</think>\n"), say("", reasoning_content="T"), say(" \n")]
 )

@@ -161,6 +161,9 @@ def test_keys_of_messages_that_are_not_used_are_found() -> None:
     cells = [[QUESTION, odd], json.dumps([QUESTION | {"score": 0}]), "[text", odd, None]
     assert unused_keys(cells) == {"images", "context", "score"}
     assert not unused_keys(["text", {"a": 1}, 5, [1]])
+    named = [QUESTION | {"name": "Ann"}, {"role": "tool", "content": "r", "name": "f"}]
+    assert unused_keys([named]) == {"name"}
+    assert not unused_keys([named[1:]])
     human = {"from": "human", "value": "q", "loss": 1, "weight": 0}
     assert unused_keys([[QUESTION | {"train": True}, ANSWER | {"train": True}, human]]) == {
         "train (of user)",

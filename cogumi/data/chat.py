@@ -106,7 +106,7 @@ def _read_message(raw: Any) -> Message:
         raise BadRow("with a message that is no object")
     raw = decode_cell(raw)
     name = raw["role"] if raw.get("role") is not None else raw.get("from")
-    content = raw["content"] if raw.get("content") is not None else raw.get("value")
+    content = _one_of(raw, ("content", "value"))
     role = name.strip().lower() if isinstance(name, str) else None
     if role in CALL_ROLES:
         call = _parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
@@ -124,7 +124,7 @@ def _read_message(raw: Any) -> Message:
         message |= _read_weight(raw)
     if calls:
         message["tool_calls"] = list(map(_read_tool_call, calls))
-    texts = {"reasoning_content": next((raw[key] for key in REASONING_KEYS if raw.get(key)), None)}
+    texts = {"reasoning_content": _one_of(raw, REASONING_KEYS) or None}
     texts |= {key: raw.get(key) for key in ("name", "tool_call_id")}
     message |= {key: _join_parts(text) for key, text in texts.items() if text is not None}
     if "reasoning_content" in message and message["content"].lstrip().startswith(OPEN):  # servers may write both
@@ -132,6 +132,16 @@ def _read_message(raw: Any) -> Message:
         if (thought or "").strip() not in ("", message["reasoning_content"].strip()):
             raise BadRow("with two thoughts, one beside the content and another one in its tags", thought)
     return message
+
+
+def _one_of(raw: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return the value that a message has under any of these names for one thing. Raises BadRow for two values."""
+    values = [raw[key] for key in keys if raw.get(key) is not None]
+    filled = list(filter(None, values)) or values[:1]
+    if any(value != filled[0] for value in filled):
+        names = " and ".join(f"`{key}`" for key in keys if raw.get(key))
+        raise BadRow(f"with a message whose {names} differ")
+    return filled[0] if filled else None
 
 
 def _read_weight(raw: Mapping[str, Any]) -> Message:
@@ -144,7 +154,10 @@ def _read_weight(raw: Mapping[str, Any]) -> Message:
 
 
 def unused_keys(cells: Iterable[Any]) -> set[str]:
-    """Return the keys of the messages in these cells that have a value and of which nothing is made."""
+    """Return the keys of the messages in these cells that have a value and of which nothing is made.
+
+    `name` is among them where it says who speaks: few templates show it.
+    """
     keys: set[str] = set()
     for cell in cells:
         messages = cell
@@ -156,6 +169,7 @@ def unused_keys(cells: Iterable[Any]) -> set[str]:
                 keys |= {key for key in message.keys() - MESSAGE_KEYS if message[key] not in (None, "", [], {})}
                 role = str(message.get("role") or message.get("from")).strip().lower()
                 is_read = ROLES.get(role, "assistant") == "assistant"
+                keys |= {"name"} if message.get("name") and ROLES.get(role) != "tool" else set()
                 keys |= {f"{key} (of {role})" for key in LEARN_KEYS if message.get(key) and not is_read}
     return keys
 
@@ -251,15 +265,21 @@ def _text_or_messages(row: Mapping[str, Any], name: str, prompt: Side | None = N
     if isinstance(value, list) or _is_message(value):
         return read_messages(value if isinstance(value, list) else [value])
     text = _read_text(row, name)
-    if text.lstrip()[:1] in ("[", "{", "a"):
-        _refuse_repr(text)
-        with suppress(ValueError, RecursionError):
-            parsed = json.loads(text)
-            if parsed and all(map(_is_message, parsed if isinstance(parsed, list) else [parsed])):
-                side = read_messages(text if isinstance(parsed, list) else f"[{text}]")
-                is_answer = side[0]["role"] == "assistant" or (isinstance(prompt, str) and _holds(side[:-1], prompt))
-                return side if not isinstance(prompt, str) or (isinstance(parsed, list) and is_answer) else text
-    return text
+    if not text.lstrip().startswith(("[", "{", "array(")):
+        return text
+    _refuse_repr(text)
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_list = isinstance(parsed, list)
+    if not parsed or not all(map(_is_message, parsed if is_list else [parsed])):
+        return text
+    side = read_messages(text if is_list else f"[{text}]")
+    if not isinstance(prompt, str):
+        return side
+    is_answer = side[0]["role"] == "assistant" or _holds(side[:-1], prompt)
+    return side if is_list and is_answer else text
 
 
 def _is_message(value: Any) -> bool:
