@@ -75,6 +75,30 @@ def test_the_last_number_counts(completion: str, answer: object, right: bool) ->
     assert final_number([completion], answer=[answer]) == [float(right)]
 
 
+@pytest.mark.parametrize(
+    ("gold", "part"),
+    [
+        ("3,5", "5"), ("1.234,56", "56"), ("1.000.000", "000"), ("1 234", "234"), ("1\u202f234", "234"), ("3, 5", "5"),
+        ("1 1/2", "1/2"), (r"1\frac{1}{2}", "2"), ("2^3", "3"), ("5 x 10^{3}", "3"), (r"\sqrt{2}", "2"), (r"3\pi", "3"),
+        (r"\frac{x+1}{2}", "2"), ("10:30", "30"), ("2024-01-05", "05"), ("12/5/2024", "2024"),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_gold_answer_is_not_its_number(gold: str, part: str) -> None:
+    assert final_number([part], answer=[gold]) == [0.0]
+    assert final_number([part], answer=[f"{gold}, so #### {part}"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("gold", "number"),
+    [
+        ("1,234", "1234"), ("-5", "-5"), ("\u20135", "-5"), ("Step 3\n42", "42"), ("$5.00", "5"), ("50%", "50"),
+        (r"\boxed{\frac{1}{2}}", "0.5"), ("5 cm", "5"), ("x = 3", "3"),
+    ],
+)  # fmt: skip
+def test_a_gold_number_that_stands_alone(gold: str, number: str) -> None:
+    assert final_number([f"it is {number}."], answer=[gold]) == [1.0]
+
+
 def test_neither_has_a_number_is_no_match() -> None:
     assert final_number(["words"], answer=["words"]) == [0.0]
 

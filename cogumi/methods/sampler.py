@@ -22,11 +22,13 @@ from cogumi.methods.warm_start import NOT_OF_THE_LORA
 from cogumi.models.adapters import lora_config
 from cogumi.models.quantized_bases import quantization_of
 from cogumi.patches.vllm_engine import adapter_options
+from cogumi.rewards.functions import number_of, spellings_of
 from cogumi.rewards.named_rewards import needed_columns
 from cogumi.rl.guards import check_distribution, check_loss_settings
 
 log = logging.getLogger("cogumi")
 ROWS_AT_ONCE = 1000
+ANSWER_REWARDS = {"final_number", "exact_answer", "answer_similarity", "math_answer"}
 # A value of a sampling setting -> with it the most likely token is sampled, and no other.
 GREEDY: dict[str, Callable[[Any], bool]] = {
     "temperature": lambda value: value == 0,
@@ -214,3 +216,20 @@ def check_prompts(rewards: Sequence[Any], prompts: Dataset) -> None:
                 raise UsageError(message, key="cogumi.rewards", fix=fix)
             if counted[name]:
                 log.warning("cogumi.rewards: %s", message)
+
+
+def check_answers(prompts: Dataset, are_numbers: bool) -> None:
+    """Warn of gold answers in which `final_number` finds no number.
+
+    Raises UsageError where it finds none at all, and for lists and objects.
+    """
+    batches = prompts.select_columns(["answer"]).iter(ROWS_AT_ONCE)
+    golds = [gold for batch in batches for gold in batch["answer"] if spellings_of(gold)]
+    unread = [gold for gold in golds if number_of(gold) is None] if are_numbers else []
+    if not unread:
+        return
+    count = f"{len(unread):,} of {len(golds):,} answers end with no number that stands alone ({unread[0]!r:.40})"
+    message, fix = f"final_number: {count}: no completion is right", "write 3.5 for 3,5, or take math_answer"
+    if len(unread) == len(golds):
+        raise UsageError(message, key="cogumi.rewards", fix=fix)
+    log.warning("cogumi.rewards: %s there; %s", message, fix)

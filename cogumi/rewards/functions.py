@@ -75,18 +75,30 @@ def parses(
 
 # Digits with thousands separators, or without; an exponent; a divisor. GSM8K writes "#### 1,234". A hyphen joins words.
 NUMBER = re.compile(r"(?:\B-)?(?:(?<!/)\d+/\d+(?![\d/])|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?i:e[+-]?\d{1,3})?|\.\d+)")
-SPELLINGS = ((r"−", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
+SPELLINGS = ((r"[−–]", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+# Around a number that is a part of something else: 3,5 and 1 1/2 and 10:30 and 2^3 and 3\sqrt{2}.
+PART_BEFORE = re.compile(r"(?:\d(?:[.:/'’_-]|[,;]?[ \u00a0\u202f]?)|[\^_]\{?|\}\{|\\sqrt\{?)\Z")
+PART_BEHIND = re.compile(r"\s*(?:[\^π√]|\\(?:pi|sqrt|cdot|times|[dt]?frac))")
 
 
-def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text exactly: 1,200 is 1200.0, 1/2 is 0.5, and 0.1 is not a binary fraction."""
+def last_number(text: str, alone: bool = False) -> Fraction | None:
+    """Return the last number in a text exactly: 1,200 is 1200.0, 1/2 is 0.5, and 0.1 is not a binary fraction.
+
+    alone: a number that is a part of something else, as the 5 of 3,5, is none.
+    """
     for written, meant in SPELLINGS:
         text = re.sub(written, meant, text)
     boxed = BOXED.findall(text)
-    numbers = NUMBER.findall(boxed[-1] if boxed else text)
+    text = boxed[-1] if boxed else text
+    numbers = list(NUMBER.finditer(text))
+    if not numbers:
+        return None
+    start, end = numbers[-1].span()
+    if alone and (PART_BEFORE.search(text[:start]) or PART_BEHIND.match(text, end)):
+        return None
     try:
-        return Fraction(numbers[-1].replace(",", "")) if numbers else None
+        return Fraction(text[start:end].replace(",", ""))
     except (ValueError, ZeroDivisionError):
         return None
 
@@ -107,10 +119,17 @@ def spellings_of(gold: Any) -> list[str]:
     return [text, *([other] if isinstance(gold, bool | float) else [])] if text else []
 
 
+def number_of(gold: Any) -> Fraction | None:
+    """Return the number that a gold answer ends with; None if that is a part of something else."""
+    return last_number("".join(spellings_of(gold)[:1]), alone=True)
+
+
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-    r"""Score 1.0 if the last number (of the last \boxed{}, if any) is the last number of `answer`, else 0.0."""
-    pairs = zip(completions, answer, strict=True)
-    numbers = [(last_number(text_of(text)), last_number("".join(spellings_of(gold)[:1]))) for text, gold in pairs]
+    r"""Score 1.0 if the last number (of the last \boxed{}, if any) is the one that ends `answer`, else 0.0.
+
+    No completion is right where `answer` ends with no number that stands alone: 3,5 or 2^3.
+    """
+    numbers = zip((last_number(text_of(completion)) for completion in completions), map(number_of, answer), strict=True)
     return [float(number is not None and number == gold) for number, gold in numbers]
 
 
