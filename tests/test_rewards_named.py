@@ -141,13 +141,14 @@ def test_answers_that_are_lists_are_refused(reward: Any) -> None:
 
 
 def test_a_reward_changes_its_own_lists_alone() -> None:
-    def untidy(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    def untidy(completions: list[Any], answer: list[str], record: list[Any], **_: Any) -> list[float]:
         completions[0][0]["content"] = "changed"
+        record[0]["a"].append(2)
         completions.reverse()
         answer.clear()
         return [0.0] * len(completions)
 
-    given = {"completions": [SAID, []], "answer": ["1", "2"], "environments": [object()]}
+    given = {"completions": [SAID, []], "answer": ["1", "2"], "record": [{"a": [1]}, {}], "environments": [object()]}
     before = copy.deepcopy({**given, "environments": None}) | {"environments": [*given["environments"]]}
     assert as_annotated(untidy)(**given) == [0.0, 0.0]
     assert given == before
@@ -157,8 +158,13 @@ def test_a_reward_that_cannot_be_given_all_columns_is_refused() -> None:
     def bare(prompts: Any, completions: Any) -> list[float]:
         return [0.0] * len(completions)
 
+    def by_place(completions: Any, /, **columns: Any) -> list[float]:
+        return [0.0] * len(completions)
+
     with pytest.raises(UsageError, match=r"bare is given every column, .* takes no \*\*kwargs; add"):
         refuse_missing_columns([bare], ["prompt"])
+    with pytest.raises(UsageError, match="by_place takes `completions` by its place, and is given arguments by their"):
+        refuse_missing_columns([by_place], ["prompt"])
 
 
 def test_chat_completions_count_by_their_last_message() -> None:
