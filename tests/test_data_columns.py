@@ -165,7 +165,7 @@ def test_rows_that_are_not_to_be_learned_are_refused(tmp_path: Path, mark: Any, 
         config = run_config("sft", tmp_path, file, tmp_path / "run", data_section=data)
         return len(prepare_examples(load_config(config), chat_tokenizer("qwen3")).train.dataset)
 
-    with pytest.raises(UsageError, match=f"answers whose column 'weight' is {shown} are not meant to be"):
+    with pytest.raises(UsageError, match=f"answers whose column 'weight' is {shown} are bad ones .* or left out"):
         shares(1, None, mark)
     assert shares(1, 0.5, mark) == 3  # of a mixture
 

@@ -93,8 +93,8 @@ def test_what_a_reward_takes_must_be_there_in_some_row(
 
 
 def test_gold_answers_are_tried_before_a_run(caplog: pytest.LogCaptureFixture) -> None:
-    def check(*answers: Any, are_numbers: bool = True) -> None:
-        check_answers(Dataset.from_dict({"answer": answers}), are_numbers)
+    def check(*answers: Any, reward: str = "final_number") -> None:
+        check_answers([reward], Dataset.from_dict({"answer": answers}))
 
     check("so #### 5", None, "1,200")
     assert not caplog.text
@@ -103,11 +103,11 @@ def test_gold_answers_are_tried_before_a_run(caplog: pytest.LogCaptureFixture) -
         "final_number: 1 of 2 answers end with no number that stands alone ('3,5'): no completion is right there"
         in (caplog.text)
     )
-    check("3,5", are_numbers=False)
+    check("3,5", reward="exact_answer")
     with pytest.raises(UsageError, match="2 of 2 answers end with no number"):
         check("A", "2^3")
     with pytest.raises(UsageError, match="`answer` is a list of 2"):
-        check(["5", "6"], are_numbers=False)
+        check(["5", "6"], reward="exact_answer")
 
 
 def test_prompts_that_do_not_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -139,8 +139,7 @@ def _one_of(raw: Mapping[str, Any], keys: Sequence[str]) -> Any:
     values = [raw[key] for key in keys if raw.get(key) is not None]
     filled = list(filter(None, values)) or values[:1]
     if any(value != filled[0] for value in filled):
-        names = " and ".join(f"`{key}`" for key in keys if raw.get(key))
-        raise BadRow(f"with a message whose {names} differ")
+        raise BadRow(f"with a message that has two values of {' or '.join(keys)}")
     return filled[0] if filled else None
 
 
@@ -154,10 +153,7 @@ def _read_weight(raw: Mapping[str, Any]) -> Message:
 
 
 def unused_keys(cells: Iterable[Any]) -> set[str]:
-    """Return the keys of the messages in these cells that have a value and of which nothing is made.
-
-    `name` is among them where it says who speaks: few templates show it.
-    """
+    """Return the keys of these cells' messages of which nothing is made; also a speaker's `name`, which few templates show."""
     keys: set[str] = set()
     for cell in cells:
         messages = cell

@@ -18,7 +18,7 @@ import torch
 
 from cogumi.core.errors import ends_by_signal
 from cogumi.core.user_code import describe_error
-from cogumi.environments.loading import Task, is_static, tool_names
+from cogumi.environments.loading import Task, tool_names
 from cogumi.patches.trl_internals import GENERATE, logged_metrics, observe_rollouts, rollout_mode, wrap_method
 
 PREFIX = "episodes/"
@@ -137,7 +137,8 @@ class Episodes:
         members: dict[str, Any] = {}
         for name in tool_names(environment):
             tool = self.timed(getattr(environment, name), budget=True)
-            members[name] = staticmethod(tool) if is_static(environment, name) else tool
+            is_static = isinstance(inspect.getattr_static(environment, name), staticmethod)
+            members[name] = staticmethod(tool) if is_static else tool
         if self.task.has_reward:
             members["get_reward"] = self.timed(environment.get_reward)
         if self.task.takes_turns:

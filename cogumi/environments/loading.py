@@ -83,8 +83,7 @@ def load_task(environment: str | None, tools: Sequence[str]) -> Task:
         message = f"{environment} and cogumi.tools both have a tool {duplicate!r}"
         raise UsageError(message, key=ENVIRONMENT, fix="rename the function, or the method")
     for name in methods:
-        function = getattr(loaded, name)
-        tool = function if is_static(loaded, name) else function.__get__(object())  # without `self`
+        tool = inspect.getattr_static(loaded, name).__get__(object())  # without `self`
         schemas.append(schema_of(tool, f"{environment}.{name}", ENVIRONMENT))
     return Task(environment, loaded, functions, schemas)
 
@@ -93,10 +92,6 @@ def tool_names(environment: Any) -> list[str]:
     """Return the methods of an environment's class that TRL 1.15 lists as tools."""
     members = inspect.getmembers(environment, predicate=inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
-
-
-def is_static(environment: Any, name: str) -> bool:
-    return isinstance(inspect.getattr_static(environment, name), staticmethod)
 
 
 def schema_of(tool: Any, name: str, key: str) -> dict[str, Any]:
@@ -110,7 +105,7 @@ def schema_of(tool: Any, name: str, key: str) -> dict[str, Any]:
             raise UsageError(message, key=key, fix="name each argument")
     try:
         return dict(get_json_schema(tool))
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except (DocstringParsingException, TypeHintParsingException, TypeError) as error:
         message = f"{name} cannot be shown to the model: {' '.join(str(error).split())}"
         fix = "give each argument a type, and a line under `Args:` in the docstring"
         raise UsageError(message, key=key, fix=fix) from None

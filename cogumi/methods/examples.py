@@ -41,9 +41,8 @@ SAMPLE_ROWS = 32  # held-out examples that are prompts for samples.jsonl, at mos
 SIDES = ("chosen", "rejected")
 CHATS = ("messages", "conversations")
 MESSAGE_FIELDS = (*CHATS, "prompt", "completion", *SIDES)
-KTO_LABELS = ("label", "kto_tag")  # columns of TRL and LLaMA-Factory: whether the answer is a good one
-LEFT_OUT = dict.fromkeys(LEARN_KEYS, ("false", "0", "0.0")) | dict.fromkeys(KTO_LABELS, ("false",))
-"""Cells of columns that say of a row's answer that it is not to be learned."""
+LEFT_OUT = dict.fromkeys(LEARN_KEYS, ("false", "0", "0.0")) | dict.fromkeys(("label", "kto_tag"), ("false",))
+"""Cells that say that a row's answer is not to be learned; the last two columns are those of KTO (TRL, LLaMA-Factory)."""
 TRUTHS = {"true", "false", "none", "", "0", "1", "0.0", "1.0"}
 LOOKED_AT = 1000  # first rows of a source whose messages are looked at for unused keys
 
@@ -260,8 +259,9 @@ def unused_parts(source: Source, names: Sequence[str], tokenizer: PreTrainedToke
         cells = ({str(cell).lower() for cell in rows[name] if not isinstance(cell, dict)} for rows in frames)
         marks = {*chain.from_iterable(takewhile(TRUTHS.issuperset, cells))}.intersection(LEFT_OUT[name])
         if marks:
-            meaning = "bad ones (KTO)" if name in KTO_LABELS else "not meant to be"
-            message = f"answers whose column {name!r} is {min(marks)} are {meaning}, and would be learned"
+            message = (
+                f"answers whose column {name!r} is {min(marks)} are bad ones (KTO) or left out, and would be learned"
+            )
             fix = "leave these rows out, pair good and bad ones as chosen and rejected, or give the column another name"
             raise UsageError(message, place=source.name, fix=fix)
     parts = [name or "(unnamed)" for name in unused]

@@ -3,7 +3,7 @@
 import logging
 import math
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +22,7 @@ from cogumi.methods.warm_start import NOT_OF_THE_LORA
 from cogumi.models.adapters import lora_config
 from cogumi.models.quantized_bases import quantization_of
 from cogumi.patches.vllm_engine import adapter_options
-from cogumi.rewards.functions import number_of, spellings_of
+from cogumi.rewards.functions import last_number, spellings_of
 from cogumi.rewards.named_rewards import needed_columns
 from cogumi.rl.guards import check_distribution, check_loss_settings
 
@@ -218,18 +218,15 @@ def check_prompts(rewards: Sequence[Any], prompts: Dataset) -> None:
                 log.warning("cogumi.rewards: %s", message)
 
 
-def check_answers(prompts: Dataset, are_numbers: bool) -> None:
-    """Warn of gold answers in which `final_number` finds no number.
-
-    Raises UsageError where it finds none at all, and for lists and objects.
-    """
-    batches = prompts.select_columns(["answer"]).iter(ROWS_AT_ONCE)
+def check_answers(rewards: Collection[str], prompts: Dataset) -> None:
+    """Warn of answers that end with no number for `final_number`. Raises UsageError if all do, and for lists."""
+    is_compared = "answer" in prompts.column_names and not ANSWER_REWARDS.isdisjoint(rewards)
+    batches = prompts.select_columns(["answer"]).iter(ROWS_AT_ONCE) if is_compared else ()
     golds = [gold for batch in batches for gold in batch["answer"] if spellings_of(gold)]
-    unread = [gold for gold in golds if number_of(gold) is None] if are_numbers else []
-    if not unread:
-        return
-    count = f"{len(unread):,} of {len(golds):,} answers end with no number that stands alone ({unread[0]!r:.40})"
-    message, fix = f"final_number: {count}: no completion is right", "write 3.5 for 3,5, or take math_answer"
-    if len(unread) == len(golds):
-        raise UsageError(message, key="cogumi.rewards", fix=fix)
-    log.warning("cogumi.rewards: %s there; %s", message, fix)
+    unread = [gold for gold in golds if last_number(spellings_of(gold)[0], alone=True) is None]
+    if unread and "final_number" in rewards:
+        count = f"{len(unread):,} of {len(golds):,} answers end with no number that stands alone ({unread[0]!r:.40})"
+        message, fix = f"final_number: {count}: no completion is right", "write 3.5 for 3,5, or take math_answer"
+        if len(unread) == len(golds):
+            raise UsageError(message, key="cogumi.rewards", fix=fix)
+        log.warning("cogumi.rewards: %s there; %s", message, fix)

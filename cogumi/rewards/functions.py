@@ -83,10 +83,7 @@ PART_BEHIND = re.compile(r"\s*(?:[\^π√]|\\(?:pi|sqrt|cdot|times|[dt]?frac))")
 
 
 def last_number(text: str, alone: bool = False) -> Fraction | None:
-    """Return the last number in a text exactly: 1,200 is 1200.0, 1/2 is 0.5, and 0.1 is not a binary fraction.
-
-    alone: a number that is a part of something else, as the 5 of 3,5, is none.
-    """
+    """Return the last number in a text exactly (0.1 is no binary fraction). alone: None if it is a part, as 5 is of 3,5."""
     for written, meant in SPELLINGS:
         text = re.sub(written, meant, text)
     boxed = BOXED.findall(text)
@@ -119,17 +116,10 @@ def spellings_of(gold: Any) -> list[str]:
     return [text, *([other] if isinstance(gold, bool | float) else [])] if text else []
 
 
-def number_of(gold: Any) -> Fraction | None:
-    """Return the number that a gold answer ends with; None if that is a part of something else."""
-    return last_number("".join(spellings_of(gold)[:1]), alone=True)
-
-
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-    r"""Score 1.0 if the last number (of the last \boxed{}, if any) is the one that ends `answer`, else 0.0.
-
-    No completion is right where `answer` ends with no number that stands alone: 3,5 or 2^3.
-    """
-    numbers = zip((last_number(text_of(completion)) for completion in completions), map(number_of, answer), strict=True)
+    r"""Score 1.0 if the last number (of the last \boxed{}, if any) is the one that ends `answer` (none ends 3,5), else 0.0."""
+    golds = (last_number("".join(spellings_of(gold)[:1]), alone=True) for gold in answer)
+    numbers = zip(map(last_number, map(text_of, completions)), golds, strict=True)
     return [float(number is not None and number == gold) for number, gold in numbers]
 
 
