@@ -42,8 +42,8 @@ REASONING_KEYS: tuple[ReasoningKey, ...] = get_args(ReasoningKey)
 LEARN_KEYS = ("weight", "train", "loss", "loss_mask", "loss_weight", "loss_scale", "train_detail")
 """Keys by which OpenAI, axolotl, ms-swift and others say whether a turn is learned: 0 or false, 1 or true. Parts drop it."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
-MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name"}
-MESSAGE_KEYS |= {*REASONING_KEYS, *LEARN_KEYS}
+ANSWER_KEYS = {*LEARN_KEYS, *REASONING_KEYS, "tool_calls", "function_call"}  # read of the assistant's turns alone
+MESSAGE_KEYS = {"role", "from", "content", "value", "tool_call_id", "name", *ANSWER_KEYS}
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def unused_keys(cells: Iterable[Any]) -> set[str]:
                 role = str(message.get("role") or message.get("from")).strip().lower()
                 is_read = ROLES.get(role, "assistant") == "assistant"
                 keys |= {"name"} if message.get("name") and ROLES.get(role) != "tool" else set()
-                keys |= {f"{key} (of {role})" for key in LEARN_KEYS if message.get(key) and not is_read}
+                keys |= {f"{key} (of {role})" for key in ANSWER_KEYS if message.get(key) and not is_read}
     return keys
 
 
@@ -192,6 +192,8 @@ def _read_tool_call(raw: Any) -> dict[str, Any]:
     call = function if isinstance(function, Mapping) else raw
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise BadRow("with a tool call that names no function")
+    if "arguments" not in call and (others := call.keys() - {"name", "id", "type", "index"}):
+        raise BadRow(f"with a tool call without `arguments`, which has {', '.join(sorted(others))}")
     reason = "with tool-call arguments that are no JSON object"
     arguments = call.get("arguments") or {}
     arguments = decode_cell(_parse_json(arguments, reason) or {} if isinstance(arguments, str) else arguments)
@@ -497,7 +499,7 @@ def read_question(row: dict[str, Any]) -> Question:
     last = _last_turn(messages, "user")
     length = len(messages) if messages[-1]["role"] == "tool" else last + 1
     _refuse_empty_prompt(messages[:length])
-    answers = [message["content"] for message in messages[length:] if message["role"] == "assistant"]
+    answers = [message["content"] for message in filter(is_learned, messages[length:])]
     answer = split_thought(answers[-1])[1] if answers else None
     return Question(messages[:length], answer, _read_tools(row.get("tools")))
 
