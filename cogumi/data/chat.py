@@ -136,11 +136,10 @@ def _read_message(raw: Any) -> Message:
 
 def _one_of(raw: Mapping[str, Any], keys: Sequence[str]) -> Any:
     """Return the value that a message has under any of these names for one thing. Raises BadRow for two values."""
-    values = [raw[key] for key in keys if raw.get(key) is not None]
-    filled = list(filter(None, values)) or values[:1]
-    if any(value != filled[0] for value in filled):
+    filled = [raw[key] for key in keys if raw.get(key)]
+    if len(filled) > 1 and any(value != filled[0] for value in filled):
         raise BadRow(f"with a message that has two values of {' or '.join(keys)}")
-    return filled[0] if filled else None
+    return filled[0] if filled else raw.get(keys[0], raw.get(keys[-1]))
 
 
 def _read_weight(raw: Mapping[str, Any]) -> Message:

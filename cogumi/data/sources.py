@@ -40,7 +40,6 @@ MOST_NESTED = 256
 OTHER_DELIMITER = re.compile(r"[;|\t]|^sep=")
 MOST_VALUE = 2**26
 """Characters of one value of an array, or of an object over several lines."""
-SHORT_FLOATS = (pl.Float16, pl.Float32)
 SEPARATORS = re.compile(r"[\s,]*")
 ORIGINALS = "\0original"
 """The column of a batch that holds its rows as text; no file has a column of this name."""
@@ -136,7 +135,8 @@ def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Ite
         batch_rows = max(1, min(MOST_ROWS, int(BATCH_BYTES / row_bytes)))
         for batch in parquet.iter_batches(batch_rows, columns=read, use_threads=False):
             rows = pl.DataFrame(pa.Table.from_batches([batch]))
-            if short := [name for name, kind in rows.schema.items() if kind in SHORT_FLOATS]:  # 0.1, not 0.10000000149
+            short = [name for name, kind in rows.schema.items() if kind in (pl.Float16, pl.Float32)]
+            if short:  # 0.1, not 0.10000000149
                 rows = rows.with_columns(pl.col(short).cast(pl.Float32).cast(pl.String).cast(pl.Float64))
             frame = rows.select(columns).with_columns(pl.col(dictionary_encoded).cast(pl.String))
             yield frame, encode_table(rows.iter_rows(named=True)) if originals else None

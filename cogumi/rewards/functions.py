@@ -86,8 +86,7 @@ def last_number(text: str, alone: bool = False) -> Fraction | None:
     """Return the last number in a text exactly (0.1 is no binary fraction). alone: None if it is a part, as 5 is of 3,5."""
     for written, meant in SPELLINGS:
         text = re.sub(written, meant, text)
-    boxed = BOXED.findall(text)
-    text = boxed[-1] if boxed else text
+    text = (BOXED.findall(text) or [text])[-1]
     numbers = list(NUMBER.finditer(text))
     if not numbers:
         return None
