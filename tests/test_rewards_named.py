@@ -81,6 +81,7 @@ def test_the_last_number_counts(completion: str, answer: object, right: bool) ->
         ("3,5", "5"), ("1.234,56", "56"), ("1.000.000", "000"), ("1 234", "234"), ("1\u202f234", "234"), ("3, 5", "5"),
         ("1 1/2", "1/2"), (r"1\frac{1}{2}", "2"), ("2^3", "3"), ("5 x 10^{3}", "3"), (r"\sqrt{2}", "2"), (r"3\pi", "3"),
         (r"\frac{x+1}{2}", "2"), ("10:30", "30"), ("2024-01-05", "05"), ("12/5/2024", "2024"),
+        ("3\u00bd", "3"), ("5\u00b2", "5"), ("1.5\u00d710\u207b\u00b3", "10"),
     ],
 )  # fmt: skip
 def test_a_part_of_a_gold_answer_is_not_its_number(gold: str, part: str) -> None:

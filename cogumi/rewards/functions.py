@@ -78,8 +78,8 @@ NUMBER = re.compile(r"(?:\B-)?(?:(?<!/)\d+/\d+(?![\d/])|(?:\d{1,3}(?:,\d{3})+|\d
 SPELLINGS = ((r"[−–]", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 # Around a number that is a part of something else: 3,5 and 1 1/2 and 10:30 and 2^3 and 3\sqrt{2}.
-PART_BEFORE = re.compile(r"(?:\d(?:[.:/'’_-]|[,;]?[ \u00a0\u202f]?)|[\^_]\{?|\}\{|\\sqrt\{?)\Z")
-PART_BEHIND = re.compile(r"\s*(?:[\^π√]|\\(?:pi|sqrt|cdot|times|[dt]?frac))")
+PART_BEFORE = re.compile(r"(?:\d(?:[.:/'’_-]|[,;]?[ \u00a0\u202f]?)|[\^_×·]\{?|\}\{|\\sqrt\{?)\Z")
+PART_BEHIND = re.compile(r"\s*(?:[\^π√×½¼¾⅓⅔¹²³⁰-⁹⁺⁻]|\\(?:pi|sqrt|cdot|times|[dt]?frac))")
 
 
 def last_number(text: str, alone: bool = False) -> Fraction | None:
