@@ -309,6 +309,20 @@ def test_a_thought_beside_and_inside_the_content_is_one(tmp_path: Path, tagged: 
         assert "with two thoughts" in refusal(tmp_path, [{"messages": [CHAT[0], answer]}]).message
 
 
+@pytest.mark.parametrize("names", [("content", "value"), ("reasoning_content", "thinking")])
+def test_two_names_of_one_thing_agree(tmp_path: Path, names: tuple[str, str]) -> None:
+    def answers(first: str, second: str) -> list[Row]:
+        return [{"messages": [CHAT[0], {"role": "assistant", "content": "5."} | dict(zip(names, values, strict=True))]}
+                for values in ((first, second), (second, first))]  # fmt: skip
+
+    expected = rendered([CHAT[0], say("5.") | {names[0]: "a"}])
+    assert ids_of(rows_of(tmp_path, [*answers("a", "a"), *answers("a", "")])) == [expected] * 4
+    assert (
+        f"2 with a message that has two values of {names[0]} or {names[1]}"
+        in refusal(tmp_path, answers("a", "b")).message
+    )
+
+
 @pytest.mark.parametrize(
     "answer", [say("<think>\nT\n</think>\n\n"), say("T</think>\n"), say("", reasoning_content="T"), say(" \n")]
 )
@@ -427,6 +441,8 @@ HEADER = "prompt,completion\n"
         (HEADER + "a,b\nc\n", 3),
         ("prompt,completion,prompt\na,b,c\n", 1),
         (HEADER + "a,b\n" + HEADER + "c,d\n", 3),  # joined files
+        ("prompt;completion\na;b\n", 1),
+        ("sep=;\nprompt;completion\na;b\n", 1),  # as Excel reads it
     ],
 )
 @pytest.mark.parametrize("suffix", ["csv", "TSV", "csv.bz2"])
@@ -438,6 +454,16 @@ def test_csv_that_reads_in_two_ways_is_named_by_its_line(tmp_path: Path, text: s
         examples(file, "prompt_completion")
     assert caught.value.place == f"{file}:{line}"
     assert caught.value.fix
+
+
+def test_a_short_float_is_the_number_that_was_written(tmp_path: Path) -> None:
+    short = pl.Series([0.1, None, float("nan"), 5.0], dtype=pl.Float32)
+    pl.DataFrame({"prompt": [[ask(f"{n}?")] for n in range(4)], "answer": short}).write_parquet(tmp_path / "a.parquet")
+    found = examples(tmp_path / "a.parquet", "prompt_completion", "gspo").train.dataset
+    assert {row["prompt"][0]["content"]: repr(row["answer"]) for row in found} == dict(
+        zip(("0?", "1?", "2?", "3?"), ("0.1", "None", "nan", "5.0"), strict=True)
+    )
+    assert {row["record"]["answer"] for row in found} >= {0.1, 5.0}
 
 
 def test_quotes_and_lines_of_csv_are_those_of_the_file(tmp_path: Path) -> None:

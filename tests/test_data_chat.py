@@ -91,6 +91,10 @@ def test_one_message(raw: dict[str, Any], message: dict[str, Any]) -> None:
         ([turn("user", [{"type": "image", "text": "alt"}])], "with a message that has parts other than text"),
         ([say("", tool_calls=5)], "with tool calls that are no list"),
         ([say("", tool_calls=[{"function": {"arguments": {}}}])], "with a tool call that names no function"),
+        (
+            [say("", tool_calls=[{"id": "1", "name": "f", "parameters": {"a": 1}}])],
+            "with a tool call without `arguments`, which has parameters",
+        ),
         ([say("", tool_calls=[{"name": "add", "arguments": "a=2"}])], "with tool-call arguments that are no JSON object"),
         ([say("", tool_calls=[{"name": "add", "arguments": "[2]"}])], "with tool-call arguments that are no JSON object"),
         ([{"from": "function_call", "value": "add(2)"}], "with a tool call that is not JSON"),
@@ -161,10 +165,14 @@ def test_keys_of_messages_that_are_not_used_are_found() -> None:
     cells = [[QUESTION, odd], json.dumps([QUESTION | {"score": 0}]), "[text", odd, None]
     assert unused_keys(cells) == {"images", "context", "score"}
     assert not unused_keys(["text", {"a": 1}, 5, [1]])
-    human = {"from": "human", "value": "q", "loss": 1, "weight": 0}
+    named = [QUESTION | {"name": "Ann"}, {"role": "tool", "content": "r", "name": "f"}]
+    assert unused_keys([named]) == {"name"}
+    assert not unused_keys([named[1:]])
+    human = {"from": "human", "value": "q", "loss": 1, "weight": 0, "thinking": "t"}
     assert unused_keys([[QUESTION | {"train": True}, ANSWER | {"train": True}, human]]) == {
         "train (of user)",
         "loss (of human)",
+        "thinking (of human)",
     }
 
 

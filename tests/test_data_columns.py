@@ -157,6 +157,30 @@ def test_answers_marked_as_bad_are_not_learned(tmp_path: Path, row: dict[str, An
     assert examples(["positive", "negative"]) == 2
 
 
+@pytest.mark.parametrize(("mark", "shown"), [(0, "0"), (False, "false"), (0.0, "0.0")])
+def test_rows_that_are_not_to_be_learned_are_refused(tmp_path: Path, mark: Any, shown: str) -> None:
+    def shares(*weights: Any) -> int:
+        file = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT, "weight": weight} for weight in weights])
+        data = {"format": "chat", "eval_rows": 0}
+        config = run_config("sft", tmp_path, file, tmp_path / "run", data_section=data)
+        return len(prepare_examples(load_config(config), chat_tokenizer("qwen3")).train.dataset)
+
+    with pytest.raises(UsageError, match=f"answers whose column 'weight' is {shown} are bad ones .* or left out"):
+        shares(1, None, mark)
+    assert shares(1, 0.5, mark) == 3  # of a mixture
+
+
+def test_names_that_no_template_shows_are_listed(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": [CHAT[0] | {"name": "Ann"}, CHAT[1]]}])
+    config = load_config(run_config("sft", tmp_path, file, tmp_path / "run", data_section={"format": "chat"}))
+    tokenizer = chat_tokenizer("qwen3")
+    assert prepare_examples(config, tokenizer).unused == {file: ["messages[].name"]}
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message.role +", "message.role + message.get('name', '') +"
+    )
+    assert not prepare_examples(config, tokenizer).unused
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 from golden import Golden
 
+from cogumi.data.chat import read_question
 from cogumi.data.encoding import FormatOptions, keep_end
 from cogumi.data.fim import FAMILIES, FimConfig
 from cogumi.data.formats import columns_for, layout_note, learned_parts, tokenize_for
@@ -168,6 +169,7 @@ def test_prompts_of_conversations_end_with_the_last_question() -> None:
         {"prompt": [first], "answer": None, "level": 3},
     ]
     assert chunk.dropped["without any user turn"].row == 3
+    assert read_question({"messages": [first, say("bad", weight=0)]}).answer is None  # context, not the gold answer
 
 
 def test_prompts_of_text_and_their_gold_answers() -> None:

@@ -50,6 +50,9 @@ def names(source: Path | str, **options: Any) -> list[str]:
         (["train.jsonl", ".ipynb_checkpoints/train-checkpoint.jsonl", "__MACOSX/train.jsonl"], ["train.jsonl"]),
         (["a.jsonl", "latest.jsonl", "training_free.jsonl.bak"], ["a.jsonl", "latest.jsonl"]),
         (["train.json", "test.json", "dataset_info.json"], ["train.json"]),
+        (["train.jsonl", "holdout.jsonl", "held_out_2.jsonl", "devset.jsonl"], ["train.jsonl"]),
+        (["trainset.jsonl", "testset.jsonl", "heldout/a.jsonl"], ["trainset.jsonl"]),
+        (["asset.jsonl", "trains.jsonl", "evaluations.jsonl"], ["asset.jsonl", "evaluations.jsonl", "trains.jsonl"]),
     ],
 )  # fmt: skip
 def test_a_directory_is_read_as_its_names_say(tmp_path: Path, files: list[str], expected: list[str]) -> None:

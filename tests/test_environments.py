@@ -20,6 +20,7 @@ import yaml
 from chat_tokenizers import chat_tokenizer
 from datasets import Dataset
 from golden import Golden
+from transformers.utils import get_json_schema
 
 from cogumi.config.schema import load_config
 from cogumi.core.run_directory import read_jsonl
@@ -151,6 +152,19 @@ def test_what_reset_changes_is_no_change_of_the_data(here: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "a"}]}
     episodes.timed_class(episodes.task.environment)().reset(**row)
     assert row == {"prompt": [{"role": "user", "content": "a"}]}
+
+
+def test_a_static_method_is_a_tool_with_all_its_arguments(here: Path) -> None:
+    method = BOXES[BOXES.index("    def open") : BOXES.index("    def get_reward")]
+    static = method.replace("    def open(self, ", "    @staticmethod\n    def peek(").replace(
+        "self.opened.append(box)", ""
+    )
+    (here / "boxes.py").write_text(BOXES.replace(method, method + static))
+    task = load_task("boxes.py:Boxes", [])
+    assert [schema["function"]["parameters"]["required"] for schema in task.schemas] == [["box"], ["box"]]
+    environment = Episodes(task, None, dict).timed_class(task.environment)()
+    assert environment.peek(box=1) == "empty"
+    assert get_json_schema(environment.peek) == task.schemas[1]
 
 
 def test_settings_that_contradict_an_environment(here: Path, golden: Golden) -> None:

@@ -17,7 +17,7 @@ from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.methods import building
 from cogumi.methods.examples import describe_empty_thoughts, prepare_examples
-from cogumi.methods.sampler import check_prompts, refuse_settings
+from cogumi.methods.sampler import check_answers, check_prompts, refuse_settings
 from tests.builders import run_config
 from tests.chat_tokenizers import ask, chat_tokenizer, say, tiny_for
 
@@ -90,6 +90,24 @@ def test_what_a_reward_takes_must_be_there_in_some_row(
     assert [record.getMessage() for record in caplog.records if "null" in record.getMessage()] == [
         "cogumi.rewards: takes takes `answer`, which is null in 1 of 2 rows"
     ]
+
+
+def test_gold_answers_are_tried_before_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    def check(*answers: Any, reward: str = "final_number") -> None:
+        check_answers([reward], Dataset.from_dict({"answer": answers}))
+
+    check("so #### 5", None, "1,200")
+    assert not caplog.text
+    check("5", "3,5", None)
+    assert (
+        "final_number: 1 of 2 answers end with no number that stands alone ('3,5'): no completion is right there"
+        in (caplog.text)
+    )
+    check("3,5", reward="exact_answer")
+    with pytest.raises(UsageError, match="2 of 2 answers end with no number"):
+        check("A", "2^3")
+    with pytest.raises(UsageError, match="`answer` is a list of 2"):
+        check(["5", "6"], reward="exact_answer")
 
 
 def test_prompts_that_do_not_differ_are_told(caplog: pytest.LogCaptureFixture) -> None:

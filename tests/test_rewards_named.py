@@ -75,6 +75,31 @@ def test_the_last_number_counts(completion: str, answer: object, right: bool) ->
     assert final_number([completion], answer=[answer]) == [float(right)]
 
 
+@pytest.mark.parametrize(
+    ("gold", "part"),
+    [
+        ("3,5", "5"), ("1.234,56", "56"), ("1.000.000", "000"), ("1 234", "234"), ("1\u202f234", "234"), ("3, 5", "5"),
+        ("1 1/2", "1/2"), (r"1\frac{1}{2}", "2"), ("2^3", "3"), ("5 x 10^{3}", "3"), (r"\sqrt{2}", "2"), (r"3\pi", "3"),
+        (r"\frac{x+1}{2}", "2"), ("10:30", "30"), ("2024-01-05", "05"), ("12/5/2024", "2024"),
+        ("3\u00bd", "3"), ("5\u00b2", "5"), ("1.5\u00d710\u207b\u00b3", "10"),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_gold_answer_is_not_its_number(gold: str, part: str) -> None:
+    assert final_number([part], answer=[gold]) == [0.0]
+    assert final_number([part], answer=[f"{gold}, so #### {part}"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("gold", "number"),
+    [
+        ("1,234", "1234"), ("-5", "-5"), ("\u20135", "-5"), ("Step 3\n42", "42"), ("$5.00", "5"), ("50%", "50"),
+        (r"\boxed{\frac{1}{2}}", "0.5"), ("5 cm", "5"), ("x = 3", "3"),
+    ],
+)  # fmt: skip
+def test_a_gold_number_that_stands_alone(gold: str, number: str) -> None:
+    assert final_number([f"it is {number}."], answer=[gold]) == [1.0]
+
+
 def test_neither_has_a_number_is_no_match() -> None:
     assert final_number(["words"], answer=["words"]) == [0.0]
 
@@ -117,13 +142,14 @@ def test_answers_that_are_lists_are_refused(reward: Any) -> None:
 
 
 def test_a_reward_changes_its_own_lists_alone() -> None:
-    def untidy(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    def untidy(completions: list[Any], answer: list[str], record: list[Any], **_: Any) -> list[float]:
         completions[0][0]["content"] = "changed"
+        record[0]["a"].append(2)
         completions.reverse()
         answer.clear()
         return [0.0] * len(completions)
 
-    given = {"completions": [SAID, []], "answer": ["1", "2"], "environments": [object()]}
+    given = {"completions": [SAID, []], "answer": ["1", "2"], "record": [{"a": [1]}, {}], "environments": [object()]}
     before = copy.deepcopy({**given, "environments": None}) | {"environments": [*given["environments"]]}
     assert as_annotated(untidy)(**given) == [0.0, 0.0]
     assert given == before
@@ -133,8 +159,13 @@ def test_a_reward_that_cannot_be_given_all_columns_is_refused() -> None:
     def bare(prompts: Any, completions: Any) -> list[float]:
         return [0.0] * len(completions)
 
+    def by_place(completions: Any, /, **columns: Any) -> list[float]:
+        return [0.0] * len(completions)
+
     with pytest.raises(UsageError, match=r"bare is given every column, .* takes no \*\*kwargs; add"):
         refuse_missing_columns([bare], ["prompt"])
+    with pytest.raises(UsageError, match="by_place takes `completions` by its place, and is given arguments by their"):
+        refuse_missing_columns([by_place], ["prompt"])
 
 
 def test_chat_completions_count_by_their_last_message() -> None:

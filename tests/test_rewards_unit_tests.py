@@ -56,6 +56,8 @@ def test_a_completion_that_passes_and_one_that_fails(tests: str):
         '["assert double(2) == 4"]',  # MBPP's list, as JSON text
         '{"inputs": ["2"], "outputs": ["4"]}',  # APPS
         {"input": ["2"], "output": ["4"]},
+        [{"input": "2", "output": "4"}],
+        4,
         "# none",
         "def helper():\n    assert double(2) == 4",
         "class TestDouble:\n    def test_two(self): assert double(2) == 4",

@@ -42,8 +42,8 @@ REASONING_KEYS: tuple[ReasoningKey, ...] = get_args(ReasoningKey)
 LEARN_KEYS = ("weight", "train", "loss", "loss_mask", "loss_weight", "loss_scale", "train_detail")
 """Keys by which OpenAI, axolotl, ms-swift and others say whether a turn is learned: 0 or false, 1 or true. Parts drop it."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
-MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", "tool_call_id", "name"}
-MESSAGE_KEYS |= {*REASONING_KEYS, *LEARN_KEYS}
+ANSWER_KEYS = {*LEARN_KEYS, *REASONING_KEYS, "tool_calls", "function_call"}  # read of the assistant's turns alone
+MESSAGE_KEYS = {"role", "from", "content", "value", "tool_call_id", "name", *ANSWER_KEYS}
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _read_message(raw: Any) -> Message:
         raise BadRow("with a message that is no object")
     raw = decode_cell(raw)
     name = raw["role"] if raw.get("role") is not None else raw.get("from")
-    content = raw["content"] if raw.get("content") is not None else raw.get("value")
+    content = _one_of(raw, ("content", "value"))
     role = name.strip().lower() if isinstance(name, str) else None
     if role in CALL_ROLES:
         call = _parse_json(content, "with a tool call that is not JSON") if isinstance(content, str) else content
@@ -124,7 +124,7 @@ def _read_message(raw: Any) -> Message:
         message |= _read_weight(raw)
     if calls:
         message["tool_calls"] = list(map(_read_tool_call, calls))
-    texts = {"reasoning_content": next((raw[key] for key in REASONING_KEYS if raw.get(key)), None)}
+    texts = {"reasoning_content": _one_of(raw, REASONING_KEYS) or None}
     texts |= {key: raw.get(key) for key in ("name", "tool_call_id")}
     message |= {key: _join_parts(text) for key, text in texts.items() if text is not None}
     if "reasoning_content" in message and message["content"].lstrip().startswith(OPEN):  # servers may write both
@@ -132,6 +132,14 @@ def _read_message(raw: Any) -> Message:
         if (thought or "").strip() not in ("", message["reasoning_content"].strip()):
             raise BadRow("with two thoughts, one beside the content and another one in its tags", thought)
     return message
+
+
+def _one_of(raw: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return the value that a message has under any of these names for one thing. Raises BadRow for two values."""
+    filled = [raw[key] for key in keys if raw.get(key)]
+    if len(filled) > 1 and any(value != filled[0] for value in filled):
+        raise BadRow(f"with a message that has two values of {' or '.join(keys)}")
+    return filled[0] if filled else raw.get(keys[0], raw.get(keys[-1]))
 
 
 def _read_weight(raw: Mapping[str, Any]) -> Message:
@@ -144,7 +152,7 @@ def _read_weight(raw: Mapping[str, Any]) -> Message:
 
 
 def unused_keys(cells: Iterable[Any]) -> set[str]:
-    """Return the keys of the messages in these cells that have a value and of which nothing is made."""
+    """Return the keys of these cells' messages of which nothing is made; also a speaker's `name`, which few templates show."""
     keys: set[str] = set()
     for cell in cells:
         messages = cell
@@ -156,7 +164,8 @@ def unused_keys(cells: Iterable[Any]) -> set[str]:
                 keys |= {key for key in message.keys() - MESSAGE_KEYS if message[key] not in (None, "", [], {})}
                 role = str(message.get("role") or message.get("from")).strip().lower()
                 is_read = ROLES.get(role, "assistant") == "assistant"
-                keys |= {f"{key} (of {role})" for key in LEARN_KEYS if message.get(key) and not is_read}
+                keys |= {"name"} if message.get("name") and ROLES.get(role) != "tool" else set()
+                keys |= {f"{key} (of {role})" for key in ANSWER_KEYS if message.get(key) and not is_read}
     return keys
 
 
@@ -182,6 +191,8 @@ def _read_tool_call(raw: Any) -> dict[str, Any]:
     call = function if isinstance(function, Mapping) else raw
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
         raise BadRow("with a tool call that names no function")
+    if "arguments" not in call and (others := call.keys() - {"name", "id", "type", "index"}):
+        raise BadRow(f"with a tool call without `arguments`, which has {', '.join(sorted(others))}")
     reason = "with tool-call arguments that are no JSON object"
     arguments = call.get("arguments") or {}
     arguments = decode_cell(_parse_json(arguments, reason) or {} if isinstance(arguments, str) else arguments)
@@ -251,15 +262,21 @@ def _text_or_messages(row: Mapping[str, Any], name: str, prompt: Side | None = N
     if isinstance(value, list) or _is_message(value):
         return read_messages(value if isinstance(value, list) else [value])
     text = _read_text(row, name)
-    if text.lstrip()[:1] in ("[", "{", "a"):
-        _refuse_repr(text)
-        with suppress(ValueError, RecursionError):
-            parsed = json.loads(text)
-            if parsed and all(map(_is_message, parsed if isinstance(parsed, list) else [parsed])):
-                side = read_messages(text if isinstance(parsed, list) else f"[{text}]")
-                is_answer = side[0]["role"] == "assistant" or (isinstance(prompt, str) and _holds(side[:-1], prompt))
-                return side if not isinstance(prompt, str) or (isinstance(parsed, list) and is_answer) else text
-    return text
+    if not text.lstrip().startswith(("[", "{", "array(")):
+        return text
+    _refuse_repr(text)
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_list = isinstance(parsed, list)
+    if not parsed or not all(map(_is_message, parsed if is_list else [parsed])):
+        return text
+    side = read_messages(text if is_list else f"[{text}]")
+    if not isinstance(prompt, str):
+        return side
+    is_answer = side[0]["role"] == "assistant" or _holds(side[:-1], prompt)
+    return side if is_list and is_answer else text
 
 
 def _is_message(value: Any) -> bool:
@@ -481,7 +498,7 @@ def read_question(row: dict[str, Any]) -> Question:
     last = _last_turn(messages, "user")
     length = len(messages) if messages[-1]["role"] == "tool" else last + 1
     _refuse_empty_prompt(messages[:length])
-    answers = [message["content"] for message in messages[length:] if message["role"] == "assistant"]
+    answers = [message["content"] for message in filter(is_learned, messages[length:])]
     answer = split_thought(answers[-1])[1] if answers else None
     return Question(messages[:length], answer, _read_tools(row.get("tools")))
 

@@ -24,10 +24,10 @@ UNREAD = (".arrow", ".feather", ".xlsx", ".xls", ".db", ".sqlite", ".pkl", ".xz"
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "heldout", "held_out", "held-out"), "test"),
 }
-"""Words in names of files and directories that the hub reads as a split (`datasets.data_files`)."""
-SPLIT_WORD = re.compile(rf"(?:^|[\W_\d])({'|'.join(SPLITS)})(?=[\W_\d]|$)")
+"""Words in names of files and directories that the hub reads as a split (`datasets.data_files`), and those of held-out rows."""
+SPLIT_WORD = re.compile(rf"(?:^|[\W_\d])({'|'.join(SPLITS)})(?:set)?(?=[\W_\d]|$)")
 SHARD = re.compile(r"[-_]?\d+(-of-\d+.*)?$")
 OF_SEVERAL = re.compile(r"(.*?)(\d+)-of-(\d+)")  # a name's start, its number, and how many there are
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")

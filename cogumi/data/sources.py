@@ -37,6 +37,7 @@ MOST_ROWS = 16_384
 BUFFER_BYTES = 2**20
 MOST_NESTED = 256
 """Nesting limit of a JSON line. Code that walks it makes two calls per level, and Python allows 1,000."""
+OTHER_DELIMITER = re.compile(r"[;|\t]|^sep=")
 MOST_VALUE = 2**26
 """Characters of one value of an array, or of an object over several lines."""
 SEPARATORS = re.compile(r"[\s,]*")
@@ -134,6 +135,9 @@ def _parquet_batches(file: Path, columns: Sequence[str], originals: bool) -> Ite
         batch_rows = max(1, min(MOST_ROWS, int(BATCH_BYTES / row_bytes)))
         for batch in parquet.iter_batches(batch_rows, columns=read, use_threads=False):
             rows = pl.DataFrame(pa.Table.from_batches([batch]))
+            short = [name for name, kind in rows.schema.items() if kind in (pl.Float16, pl.Float32)]
+            if short:  # 0.1, not 0.10000000149
+                rows = rows.with_columns(pl.col(short).cast(pl.Float32).cast(pl.String).cast(pl.Float64))
             frame = rows.select(columns).with_columns(pl.col(dictionary_encoded).cast(pl.String))
             yield frame, encode_table(rows.iter_rows(named=True)) if originals else None
 
@@ -308,6 +312,8 @@ def _csv_records(file: Path, lines: io.TextIOWrapper) -> Iterator[tuple[dict[str
                 raise csv.Error("the names of the columns once more, as where files were joined")
             if names:
                 yield dict(zip(names, cells, strict=True)), sum(map(len, cells))
+            elif len(cells) == 1 and OTHER_DELIMITER.search(cells[0]):
+                raise csv.Error(f"one column {cells[0]!r:.60}: cells are separated by commas, in .tsv by tabs")
             elif twice := [name for name in cells if name and cells.count(name) > 1]:
                 raise csv.Error(f"two columns {twice[0]!r}")
             names, number = names or cells, rows.line_num + 1

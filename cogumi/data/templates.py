@@ -202,6 +202,10 @@ class ChatTemplate:
         return not text or SCHEMA["name"] in text
 
     @cached_property
+    def shows_names(self) -> bool:
+        return SCHEMA["name"] in self._probe([message | {"name": SCHEMA["name"]} for message in TURN])
+
+    @cached_property
     def default_system(self) -> str:
         """The system message that the template writes where a conversation has none; "" if it writes none."""
         before, marker, after = self._probe([SYSTEM, QUESTION]).partition(ANSWER)

@@ -134,7 +134,11 @@ class Episodes:
 
     def timed_class(self, environment: Any) -> Any:
         """Return a subclass of the same name whose methods are timed and whose `reset` gets the original record."""
-        members = {name: self.timed(getattr(environment, name), budget=True) for name in tool_names(environment)}
+        members: dict[str, Any] = {}
+        for name in tool_names(environment):
+            tool = self.timed(getattr(environment, name), budget=True)
+            is_static = isinstance(inspect.getattr_static(environment, name), staticmethod)
+            members[name] = staticmethod(tool) if is_static else tool
         if self.task.has_reward:
             members["get_reward"] = self.timed(environment.get_reward)
         if self.task.takes_turns:

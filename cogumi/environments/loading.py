@@ -82,7 +82,9 @@ def load_task(environment: str | None, tools: Sequence[str]) -> Task:
     if duplicate := next((name for name in methods if name in names), None):
         message = f"{environment} and cogumi.tools both have a tool {duplicate!r}"
         raise UsageError(message, key=ENVIRONMENT, fix="rename the function, or the method")
-    schemas += [schema_of(getattr(loaded, name), f"{environment}.{name}", ENVIRONMENT, method=True) for name in methods]
+    for name in methods:
+        tool = inspect.getattr_static(loaded, name).__get__(object())  # without `self`
+        schemas.append(schema_of(tool, f"{environment}.{name}", ENVIRONMENT))
     return Task(environment, loaded, functions, schemas)
 
 
@@ -92,19 +94,18 @@ def tool_names(environment: Any) -> list[str]:
     return [name for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
 
 
-def schema_of(function: Any, name: str, key: str, method: bool = False) -> dict[str, Any]:
+def schema_of(tool: Any, name: str, key: str) -> dict[str, Any]:
     """Return a tool's JSON schema from its types and docstring. Raises UsageError if they are incomplete."""
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-    tool = function.__get__(object()) if method else function  # a bound method: without `self`
     for parameter in inspect.signature(tool).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             message = f"{name} takes `{parameter}`, and a model gives arguments by their names"
             raise UsageError(message, key=key, fix="name each argument")
     try:
         return dict(get_json_schema(tool))
-    except (DocstringParsingException, TypeHintParsingException) as error:
+    except (DocstringParsingException, TypeHintParsingException, TypeError) as error:
         message = f"{name} cannot be shown to the model: {' '.join(str(error).split())}"
         fix = "give each argument a type, and a line under `Args:` in the docstring"
         raise UsageError(message, key=key, fix=fix) from None

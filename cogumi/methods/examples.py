@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from cogumi.core.formatting import format_share
 from cogumi.core.redact import redact_text
 from cogumi.core.run_directory import DECISIONS, read_section, write_section
 from cogumi.data.cache import EXTRA_EXAMPLES, Data, Source, prepare, tokenizer_identity
-from cogumi.data.chat import unused_keys
+from cogumi.data.chat import LEARN_KEYS, unused_keys
 from cogumi.data.encoding import FormatOptions
 from cogumi.data.formats import columns_for, layout_note, learned_parts, reader_for, tokenize_for
 from cogumi.data.literal import LiteralText
@@ -41,8 +41,9 @@ SAMPLE_ROWS = 32  # held-out examples that are prompts for samples.jsonl, at mos
 SIDES = ("chosen", "rejected")
 CHATS = ("messages", "conversations")
 MESSAGE_FIELDS = (*CHATS, "prompt", "completion", *SIDES)
-KTO_LABELS = {"label", "kto_tag"}  # columns of TRL and LLaMA-Factory: whether the answer is a good one
-TRUTHS = {"true", "false", "none", ""}
+LEFT_OUT = dict.fromkeys(LEARN_KEYS, ("false", "0", "0.0")) | dict.fromkeys(("label", "kto_tag"), ("false",))
+"""Cells that say that a row's answer is not to be learned; the last two columns are those of KTO (TRL, LLaMA-Factory)."""
+TRUTHS = {"true", "false", "none", "", "0", "1", "0.0", "1.0"}
 LOOKED_AT = 1000  # first rows of a source whose messages are looked at for unused keys
 
 
@@ -228,7 +229,7 @@ def sources_of(
         )
         # The samples have columns for every method; rewards get all columns.
         if not package and not source.startswith("cogumi:") and run.cogumi.method != "gspo":
-            entry = replace(entry, unused=unused_parts(entry, names))
+            entry = replace(entry, unused=unused_parts(entry, names, tokenizer))
         sources.append((entry, options))
     return sources
 
@@ -246,18 +247,21 @@ def repeats_prompt(files: Sequence[Path], columns: Mapping[str, str]) -> bool:
     return bool(pairs) and all(text.startswith(prompt) and text != prompt for prompt, *sides in pairs for text in sides)
 
 
-def unused_parts(source: Source, names: Sequence[str]) -> list[str]:
+def unused_parts(source: Source, names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """List the columns of a source, and the keys of the messages in its first rows, of which nothing is made.
 
     Raises UsageError if one of the columns says that answers are bad.
     """
     unused = [name for name in names if name not in source.columns.values()]
     has_answers = {"output", "completion", *CHATS} & source.columns.keys()
-    for name in sorted(KTO_LABELS.intersection(unused)) if has_answers else ():
+    for name in sorted(LEFT_OUT.keys() & unused) if has_answers else ():
         frames = batches(source.files, [name], optional=[name])
         cells = ({str(cell).lower() for cell in rows[name] if not isinstance(cell, dict)} for rows in frames)
-        if any("false" in values for values in takewhile(TRUTHS.issuperset, cells)):
-            message = f"answers whose column {name!r} is false are bad ones (KTO), and would be learned"
+        marks = {*chain.from_iterable(takewhile(TRUTHS.issuperset, cells))}.intersection(LEFT_OUT[name])
+        if marks:
+            message = (
+                f"answers whose column {name!r} is {min(marks)} are bad ones (KTO) or left out, and would be learned"
+            )
             fix = "leave these rows out, pair good and bad ones as chosen and rejected, or give the column another name"
             raise UsageError(message, place=source.name, fix=fix)
     parts = [name or "(unnamed)" for name in unused]
@@ -265,6 +269,8 @@ def unused_parts(source: Source, names: Sequence[str]) -> list[str]:
     for rows in islice(source.batches(), bool(fields)):
         for name in fields:
             keys = unused_keys(cells_of(rows[name].head(LOOKED_AT)))
+            if "name" in keys and read_template(tokenizer).shows_names:
+                keys.remove("name")
             parts += [f"{source.columns[name]}[].{key}" for key in sorted(keys)]
     return parts
 

@@ -25,7 +25,7 @@ from cogumi.data.templates import read_template
 from cogumi.environments.dialogue import Dialogue
 from cogumi.environments.episodes import Episodes
 from cogumi.environments.loading import ENVIRONMENT, TOOLS, Task, load_task, try_environment
-from cogumi.methods.sampler import ROWS_AT_ONCE, check_prompts, engine_of, sampler_settings
+from cogumi.methods.sampler import ROWS_AT_ONCE, check_answers, check_prompts, engine_of, sampler_settings
 from cogumi.methods.step_split import is_planned
 from cogumi.models.adapters import lora_config
 from cogumi.patches.gspo_loss import fill_defaults, loss_values
@@ -279,7 +279,9 @@ def try_rewards(run: RunConfig, prompts: Dataset) -> None:
     rewards, group = read_rewards(run), run.setting("num_generations")
     named_rewards.refuse_missing_columns(rewards, prompts.column_names)
     check_prompts(rewards, prompts)
-    if rewards and any(entry.name == "unit_tests" for entry in named_rewards.read_entries(run.cogumi.rewards)):
+    names = {entry.name for entry in named_rewards.read_entries(run.cogumi.rewards)} if rewards else set()
+    check_answers(names, prompts)
+    if "unit_tests" in names:
         taken = prompts.select_columns(sorted({"tests", "entry_point"} & set(prompts.column_names)))
         for rows in taken.iter(ROWS_AT_ONCE):
             join_tests(rows["tests"], rows.get("entry_point"))

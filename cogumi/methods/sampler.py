@@ -3,7 +3,7 @@
 import logging
 import math
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,11 +22,13 @@ from cogumi.methods.warm_start import NOT_OF_THE_LORA
 from cogumi.models.adapters import lora_config
 from cogumi.models.quantized_bases import quantization_of
 from cogumi.patches.vllm_engine import adapter_options
+from cogumi.rewards.functions import last_number, spellings_of
 from cogumi.rewards.named_rewards import needed_columns
 from cogumi.rl.guards import check_distribution, check_loss_settings
 
 log = logging.getLogger("cogumi")
 ROWS_AT_ONCE = 1000
+ANSWER_REWARDS = {"final_number", "exact_answer", "answer_similarity", "math_answer"}
 # A value of a sampling setting -> with it the most likely token is sampled, and no other.
 GREEDY: dict[str, Callable[[Any], bool]] = {
     "temperature": lambda value: value == 0,
@@ -214,3 +216,17 @@ def check_prompts(rewards: Sequence[Any], prompts: Dataset) -> None:
                 raise UsageError(message, key="cogumi.rewards", fix=fix)
             if counted[name]:
                 log.warning("cogumi.rewards: %s", message)
+
+
+def check_answers(rewards: Collection[str], prompts: Dataset) -> None:
+    """Warn of answers that end with no number for `final_number`. Raises UsageError if all do, and for lists."""
+    is_compared = "answer" in prompts.column_names and not ANSWER_REWARDS.isdisjoint(rewards)
+    batches = prompts.select_columns(["answer"]).iter(ROWS_AT_ONCE) if is_compared else ()
+    golds = [gold for batch in batches for gold in batch["answer"] if spellings_of(gold)]
+    unread = [gold for gold in golds if last_number(spellings_of(gold)[0], alone=True) is None]
+    if unread and "final_number" in rewards:
+        count = f"{len(unread):,} of {len(golds):,} answers end with no number that stands alone ({unread[0]!r:.40})"
+        message, fix = f"final_number: {count}: no completion is right", "write 3.5 for 3,5, or take math_answer"
+        if len(unread) == len(golds):
+            raise UsageError(message, key="cogumi.rewards", fix=fix)
+        log.warning("cogumi.rewards: %s there; %s", message, fix)

@@ -75,18 +75,26 @@ def parses(
 
 # Digits with thousands separators, or without; an exponent; a divisor. GSM8K writes "#### 1,234". A hyphen joins words.
 NUMBER = re.compile(r"(?:\B-)?(?:(?<!/)\d+/\d+(?![\d/])|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?i:e[+-]?\d{1,3})?|\.\d+)")
-SPELLINGS = ((r"−", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
+SPELLINGS = ((r"[−–]", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+# Around a number that is a part of something else: 3,5 and 1 1/2 and 10:30 and 2^3 and 3\sqrt{2}.
+PART_BEFORE = re.compile(r"(?:\d(?:[.:/'’_-]|[,;]?[ \u00a0\u202f]?)|[\^_×·]\{?|\}\{|\\sqrt\{?)\Z")
+PART_BEHIND = re.compile(r"\s*(?:[\^π√×½¼¾⅓⅔¹²³⁰-⁹⁺⁻]|\\(?:pi|sqrt|cdot|times|[dt]?frac))")
 
 
-def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text exactly: 1,200 is 1200.0, 1/2 is 0.5, and 0.1 is not a binary fraction."""
+def last_number(text: str, alone: bool = False) -> Fraction | None:
+    """Return the last number in a text exactly (0.1 is no binary fraction). alone: None if it is a part, as 5 is of 3,5."""
     for written, meant in SPELLINGS:
         text = re.sub(written, meant, text)
-    boxed = BOXED.findall(text)
-    numbers = NUMBER.findall(boxed[-1] if boxed else text)
+    text = (BOXED.findall(text) or [text])[-1]
+    numbers = list(NUMBER.finditer(text))
+    if not numbers:
+        return None
+    start, end = numbers[-1].span()
+    if alone and (PART_BEFORE.search(text[:start]) or PART_BEHIND.match(text, end)):
+        return None
     try:
-        return Fraction(numbers[-1].replace(",", "")) if numbers else None
+        return Fraction(text[start:end].replace(",", ""))
     except (ValueError, ZeroDivisionError):
         return None
 
@@ -108,9 +116,9 @@ def spellings_of(gold: Any) -> list[str]:
 
 
 def final_number(completions: Sequence[Completion], answer: Sequence[Any], **kwargs: Any) -> list[float]:
-    r"""Score 1.0 if the last number (of the last \boxed{}, if any) is the last number of `answer`, else 0.0."""
-    pairs = zip(completions, answer, strict=True)
-    numbers = [(last_number(text_of(text)), last_number("".join(spellings_of(gold)[:1]))) for text, gold in pairs]
+    r"""Score 1.0 if the last number (of the last \boxed{}, if any) is the one that ends `answer` (none ends 3,5), else 0.0."""
+    golds = (last_number("".join(spellings_of(gold)[:1]), alone=True) for gold in answer)
+    numbers = zip(map(last_number, map(text_of, completions)), golds, strict=True)
     return [float(number is not None and number == gold) for number, gold in numbers]
 
 

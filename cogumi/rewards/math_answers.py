@@ -103,6 +103,8 @@ def compare(gold: str, text: str) -> bool | str:
     from math_verify import parse, verify
 
     gold = gold.rpartition(BEFORE_ANSWER)[2].strip()
+    if gold and text.strip() == gold:  # math-verify reads a letter or a pair in \boxed{} alone
+        return True
     # Without a delimiter math-verify reads numbers only.
     is_delimited = not gold or any(mark in gold for mark in DELIMITERS)
     expected = parse(gold if is_delimited else f"\\boxed{{{gold}}}", parsing_timeout=None)

@@ -50,6 +50,8 @@ from cogumi.rewards.unit_tests import unit_tests
 KEY = "cogumi.rewards"
 # Arguments that TRL passes whatever the data has.
 ALWAYS_THERE = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+SHARED = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""Arguments that all rewards share; of the others each gets its own copy."""
 RUN_SETTINGS = ("max_completion_length",)
 """Keys of `train:` that a reward gets if it names them, unless its entry says otherwise."""
 BUILTIN_REWARDS: dict[str, Reward] = {
@@ -255,6 +257,9 @@ def refuse_missing_columns(rewards: Sequence[Reward], columns: Collection[str]) 
         if all(item.kind is not item.VAR_KEYWORD for item in inspect.signature(reward).parameters.values()):
             message = f"{reward.__name__} is given every column, completion_ids and more, and takes no **kwargs"
             raise UsageError(message, key=KEY, fix="add **kwargs to its parameters")
+        if by_place := [item.name for item in parameters_of(reward).values() if item.kind is item.POSITIONAL_ONLY]:
+            message = f"{reward.__name__} takes `{by_place[0]}` by its place, and is given arguments by their names"
+            raise UsageError(message, key=KEY, fix="leave out the / of its parameters")
         for name in needed_columns(reward):
             if name not in columns:
                 message = f"{reward.__name__} takes `{name}`, and the prompts come with {', '.join(sorted(columns))}"
@@ -284,7 +289,7 @@ def as_annotated(reward: Any) -> Any:
             converters[name] = functools.partial(messages_of, role=role)
 
     def convert(columns: Mapping[str, Any]) -> dict[str, Any]:
-        own = {name: copy.deepcopy(value) if name in ROLES else value for name, value in columns.items()}
+        own = {name: value if name in SHARED else copy.deepcopy(value) for name, value in columns.items()}
         own = {name: list(value) if isinstance(value, list) else value for name, value in own.items()}
         return own | {name: list(map(converters[name], own[name])) for name in converters if name in own}
 

@@ -43,7 +43,7 @@ def unit_tests(
     """
     size, joined = len(completions), join_tests(tests, entry_point)
     columns = zip(completions, joined, prefix or [None] * size, suffix or [None] * size, strict=True)
-    sources = [None if each is None or not each.strip() else (source_of(text_of(done), before, after), each)
+    sources = [None if not each.strip() else (source_of(text_of(done), before, after), each)
                for done, each, before, after in columns]  # fmt: skip
     numbers = [number for number, each in enumerate(sources) if each is not None]
     results = run_tests([source for source in sources if source is not None])
@@ -57,15 +57,14 @@ def unit_tests(
     return scores
 
 
-def join_tests(
-    tests: Sequence[str | Sequence[str] | None], entry_point: Sequence[str | None] | None
-) -> list[str | None]:
-    """Return the source of each row's tests. Raises UsageError for tests that every program passes."""
-    joined = [test_case if isinstance(test_case, str | None) else "\n".join(test_case) for test_case in tests]
+def join_tests(tests: Sequence[str | Sequence[str] | None], entry_point: Sequence[str | None] | None) -> list[str]:
+    """Return the source of each row's tests, "" without any. Raises UsageError for tests that every program passes."""
+    cases = [case if isinstance(case, list | tuple) else [case] for case in tests]
+    joined = ["\n".join(str(part) for part in parts if part is not None) for parts in cases]
     for number, name in enumerate(entry_point or [None] * len(joined)):
-        if name is not None and UNCALLED_CHECK.search(joined[number] or ""):
+        if name is not None and UNCALLED_CHECK.search(joined[number]):
             joined[number] = f"{joined[number]}\ncheck({name})\n"
-        source = (joined[number] or "").strip()
+        source = joined[number].strip()
         if source and (UNCALLED_CHECK.search(source) or not TEST.search(source)):
             begun = source.splitlines()[0]
             message = f"every program would pass `tests` without an assert, test function or TestCase: {begun!r:.40}"
