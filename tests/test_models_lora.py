@@ -39,6 +39,11 @@ def test_the_default_is_rank_16_on_every_linear_layer(sft: Config) -> None:
 # --------------------------------------------------------------------------------------------------------- kinds of LoRA
 
 
+def test_embeddings_are_a_target_like_others(sft: Config) -> None:
+    result = cogumi.train(sft, lora__target_modules=["embed_tokens", "q_proj"], cogumi__merge=True)
+    assert result.passed, str(result.verdict)
+
+
 @pytest.mark.parametrize(
     ("method", "overrides", "scale"),
     [

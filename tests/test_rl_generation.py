@@ -165,6 +165,12 @@ def test_prompts_without_copies_and_a_single_one(build: MakeTrainer) -> None:
         assert after[2] == needed_rows(after[0], len(prompts))
 
 
+def test_copies_of_one_prompt_have_no_padding_and_no_mask(build: MakeTrainer) -> None:
+    before, after = both(build(), PROMPTS[:1] * COPIES)
+    assert_same(before, after)
+    assert after[2] == needed_rows(after[0], 1)
+
+
 def test_equal_ids_behind_different_padding_are_different_prompts(build: MakeTrainer) -> None:
     """Padding is told by the mask: a prompt may begin with the padding token."""
     trainer = build()

@@ -302,6 +302,22 @@ def test_a_run_in_which_no_reward_was_scored_fails(gspo: Config, monkeypatch: py
     assert not (result.run_dir / "DONE").exists()
 
 
+def test_a_constant_reward_is_no_reason_for_another_learning_rate(
+    gspo: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cogumi.rewards import named_rewards
+
+    def constant(completions: list[str], **_: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+    monkeypatch.setitem(named_rewards.BUILTIN_REWARDS, "parses", constant)
+    result = cogumi.train(gspo, cogumi__rewards=["parses"], cogumi__merge=False)
+    (check,) = (check for check in result.verdict.checks if check.name == "adapter")
+    assert not check.passed
+    assert "cogumi.rewards" in check.fix
+    assert "learning_rate" not in check.fix
+
+
 def test_a_training_of_cut_completions_is_saved_before_it_is_judged(
     gspo: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

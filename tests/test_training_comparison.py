@@ -186,6 +186,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data__eval_rows": 0},
         "cogumi.compare_with: data.eval_rows: no rows are held out; set it to 100 or more; or drop it",
     ),
+    "few rows": (
+        {"data__eval_rows": 5, "cogumi__gate": "not_worse"},
+        "by 5 held-out rows no model is told better or worse, so cogumi.gate decides nothing; set it to 100, to 6",
+    ),
     "no model": (
         {"cogumi__compare_with": "no/where/at"},
         "cogumi.compare_with: no/where/at: no model at 'no/where/at'",

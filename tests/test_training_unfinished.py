@@ -186,6 +186,22 @@ def test_what_differs_is_named_and_nothing_changes(sft: Config, stop_after: Call
     assert cogumi.train(sft, train__save_steps=3, cogumi__merge=True).passed
 
 
+def test_other_weights_in_the_directory_of_the_base_are_another_configuration(
+    sft: Config, tiny_model: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    stop_after(3)
+    with pytest.raises(RuntimeError):
+        cogumi.train(sft, model__name=str(base))
+    weights = (base / "model.safetensors").read_bytes()
+    (base / "model.safetensors").write_bytes(weights[:-4096] + bytes(4096))
+    with pytest.raises(UsageError, match=rf"of another configuration \(other weights in {base}\)"):
+        cogumi.train(sft, model__name=str(base))
+    (base / "model.safetensors").write_bytes(weights)
+    stop_after(0)
+    assert cogumi.train(sft, model__name=str(base)).passed
+
+
 def test_a_run_that_is_older_than_a_key_goes_on_with_its_default(
     sft: Config, whole_sft: Any, stop_after: Callable[[int], None]
 ) -> None:

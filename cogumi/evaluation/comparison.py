@@ -16,7 +16,7 @@ from cogumi.core.run_directory import COMPARED, COMPARISON, DECISIONS, read_sect
 from cogumi.data.chat import visible_text
 from cogumi.data.templates import read_template
 from cogumi.evaluation.judge_command import COMMAND, judge_of
-from cogumi.evaluation.paired import MIN_ROWS, Comparison
+from cogumi.evaluation.paired import MIN_DECIDABLE_ROWS, MIN_ROWS, Comparison
 from cogumi.evaluation.reward_scores import Scored, call_rewards, read_rewards, read_weights
 from cogumi.evaluation.saved_models import BASE, MAX_NEW_TOKENS, MODEL, ChatSetup, LoadedModels, ModelFiles, read_setup
 from cogumi.health.verdict import Check
@@ -224,6 +224,11 @@ def refuse_incomparable(run: RunConfig, base: RunBase, examples: Examples, token
     try:
         if other is not None:
             read_held_out(run, examples, tokenizer, 1)
+            rows = len(examples.held_out.dataset) if examples.held_out else 0
+            if run.cogumi.gate is not None and rows < MIN_DECIDABLE_ROWS:
+                message = f"by {rows} held-out rows no model is told better or worse, so cogumi.gate decides nothing"
+                fix = f"set it to 100, to {MIN_DECIDABLE_ROWS} at least"
+                raise UsageError(message, key="data.eval_rows", fix=fix)
             refuse_other_vocabularies({other: find_model(other, run, base)}, tokenizer)
     except UsageError as error:
         raise UsageError(f"{error}", key="cogumi.compare_with", fix="or drop it") from None

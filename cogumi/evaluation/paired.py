@@ -15,6 +15,7 @@ CONFIDENCE = 0.95
 RESAMPLES, CHUNK = 4000, 100  # CHUNK bounds the memory: CHUNK x rows numbers at a time
 SEED = 0
 MIN_ROWS, FEW_ROWS_P_VALUE = 30, 0.05
+MIN_DECIDABLE_ROWS = 6  # of fewer, the sign test of all wins is above FEW_ROWS_P_VALUE
 
 
 @dataclass(frozen=True)

@@ -140,11 +140,8 @@ def find_saved(run: Path) -> tuple[Path | None, Path | None, str]:
     status, checkpoint = status_of(run), last_good_checkpoint(run / "checkpoints")
     state = status.state + (f", step {status.step}" if status.step else "")
     if checkpoint is None:
-        fix = (
-            "`cogumi status` says how it stands"
-            if status.ended
-            else f"`cogumi checkpoint {shlex.quote(str(run))}` has it save one"
-        )
+        save = f"`cogumi checkpoint {shlex.quote(str(run))}` has it save one"
+        fix = "`cogumi status` says how it stands" if status.ended else save
         below = "".join(f"; below it there is {path}" for path in runs_below(run)[:1])
         raise UsageError(f"the run has saved nothing yet ({state}){below}", place=run, fix=fix)
     note = f"the run is {state}: this is {checkpoint.name}, its last good checkpoint"

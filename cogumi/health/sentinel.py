@@ -240,7 +240,7 @@ def setting_of(trainer: Any, method: str) -> RunSettings:
         learning_rate=args.learning_rate,
         max_steps=args.max_steps,
         examples_per_step=getattr(trainer, "examples_per_step", rows) * args.world_size,
-        vocabulary=trainer.model.get_input_embeddings().num_embeddings,
+        vocabulary=trainer.model.config.get_text_config().vocab_size,
         loss=",".join(loss) if isinstance(loss, list) else str(loss),
         fp16=args.fp16,
         rollout=getattr(args, "generation_batch_size", 0) or 0,
@@ -300,7 +300,7 @@ def changes_since(model: Any, start: dict[str, Tensor]) -> dict[str, float]:
     return dict(zip(start, changes.tolist(), strict=True))
 
 
-def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
+def judge_moved(model: Any, start: dict[str, Tensor], tuning: str, has_gradient: bool = True) -> Check:
     """Check that training changed the weights. Only B of an adapter counts: weight decay moves A without a gradient."""
     changes = changes_since(model, start)
     if (largest := max(changes.values(), default=0.0)) > LARGEST_CHANGE:
@@ -314,4 +314,6 @@ def judge_moved(model: Any, start: dict[str, Tensor], tuning: str) -> Check:
     ups = [change for name, change in changes.items() if "lora_B" in name or "lora_embedding_B" in name]
     largest = max(ups or changes.values(), default=0.0)
     fix = "raise train.learning_rate, or change lora.target_modules"
+    if not has_gradient:
+        fix = "no step had a gradient: change the data or cogumi.rewards, so that there is something to learn"
     return Check("adapter", f"largest change {largest:.2e}", "> 0", largest > 0, fix)

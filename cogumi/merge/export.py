@@ -119,11 +119,8 @@ def find_merged(source: Path) -> Path:
             return directory
     places = (source / "adapter", source)
     adapter = next((place for place in places if (place / "adapter_config.json").is_file()), None)
-    fix = (
-        "name a run, or a merged directory"
-        if adapter is None
-        else f"cogumi merge {shlex.quote(str(adapter))} OUT, then export OUT"
-    )
+    command = f"cogumi merge {shlex.quote(str(adapter))} OUT, then export OUT"
+    fix = "name a run, or a merged directory" if adapter is None else command
     raise UsageError("there is no merged model there", place=source, fix=fix)
 
 

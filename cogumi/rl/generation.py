@@ -137,7 +137,8 @@ class RowsInUse:
 
     def prefill(self, inputs: dict[str, Any]) -> Any:
         """Compute the prompts, each once where equal ones follow each other."""
-        prompts = torch.cat([inputs["input_ids"], inputs["attention_mask"]], dim=1)
+        mask = inputs.get("attention_mask")  # transformers leaves it out where no prompt is padded
+        prompts = inputs["input_ids"] if mask is None else torch.cat([inputs["input_ids"], mask], dim=1)
         _, copied, copies = torch.unique_consecutive(prompts, dim=0, return_inverse=True, return_counts=True)
         if len(copies) == len(prompts):
             return self.forward(**inputs)
@@ -169,7 +170,7 @@ def can_select_rows(inputs: dict[str, Any]) -> bool:
     return (
         type(cache_argument(inputs)) is DynamicCache
         and isinstance(ids, Tensor)
-        and isinstance(inputs.get("attention_mask"), Tensor)
+        and isinstance(inputs.get("attention_mask"), Tensor | None)
         and all(tensor.shape == ids.shape for tensor in tensors)
     )
 

@@ -371,7 +371,8 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
     if lost and trainer.args.load_best_model_at_end and not state.best_model_checkpoint:
         figure, fix = f"{lost} is not there any more, and the last weights stay", "take an earlier one of checkpoints/"
         checks.append(Check("best checkpoint", figure, "loaded at the end (train.load_best_model_at_end)", False, fix))
-    checks += attempt("weights", judge_moved, trainer.model, fitted.sentinel.start, options.tuning)
+    has_gradient = any(row.get("grad_norm") for row in metrics)
+    checks += attempt("weights", judge_moved, trainer.model, fitted.sentinel.start, options.tuning, has_gradient)
     if options.method == "dpo":
         checks += attempt("reference", dpo.judge_dpo, metrics, trainer.args)
     if options.method == "gspo":

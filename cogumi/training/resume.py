@@ -15,8 +15,9 @@ from cogumi.checkpoints.mirror import Mirror
 from cogumi.config.schema import CogumiSection, DataSection, RunConfig, Section, Thresholds, dump_config
 from cogumi.core.durability import lock_directory, write_error
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import is_empty, read_json, refuse_occupied, unwritable_error
+from cogumi.core.run_directory import DECISIONS, is_empty, read_json, read_section, refuse_occupied, unwritable_error
 from cogumi.disk.callback import log_or_print
+from cogumi.merge.adapter_files import weights_sample
 from cogumi.telemetry.mirrored_run import RUN, fetch_files, fetch_finished, fetch_unfinished, refuse_living_run
 from cogumi.telemetry.status import AT_WORK, BROKEN_OFF, BUDGET_SPENT, NON_FINITE, SANITY_CHECKED, STOPPED
 from cogumi.telemetry.throughput import HEARTBEAT
@@ -149,7 +150,11 @@ def describe_differences(run: RunConfig, run_dir: Path | None = None) -> str:
     sections: dict[str, type[Section]] = {"cogumi": CogumiSection, "data": DataSection}
     defaults = {f"{name}.{key}": at.default for name, part in sections.items() for key, at in part.model_fields.items()}
     stored = {key: defaults[key] for key in here if key in defaults} | stored  # a run that is older than a key
-    return differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (stored, here)))
+    other = differences(*({key: side[key] for key in side.keys() - MUTABLE_KEYS} for side in (stored, here)))
+    began_with = read_section((run_dir or run.run_dir) / DECISIONS, "base").get("weights")
+    if not other and began_with is not None and weights_sample(run.model.name) not in (None, began_with):
+        return f"other weights in {run.model.name}"
+    return other
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -32,7 +32,7 @@ from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.run_forecast import describe_weights
 from cogumi.health.verdict import Verdict, attempt
 from cogumi.hub.downloads import Download, refuse_no_room
-from cogumi.merge.adapter_files import read_json, serving_limits
+from cogumi.merge.adapter_files import read_json, serving_limits, weights_sample
 from cogumi.merge.arithmetic import restore_matmul_precision
 from cogumi.merge.preflight import Original, check_loadable, prove_original, refuse_missing_weights
 from cogumi.methods import auto_settings, building, gspo
@@ -325,6 +325,8 @@ def record_start(run: RunConfig, resuming: bool, process: Process, prepared: Pre
         log.log(logging.INFO if weights.state == "green" else logging.WARNING, "weights: %s", weights.figure)
     if (download := prepared.base.download) is not None:
         write_section(run_dir / DECISIONS, "base", {"name": download.name, "commit": download.commit})
+    elif sample := weights_sample(run.model.name):
+        write_section(run_dir / DECISIONS, "base", {"name": run.model.name, "commit": None, "weights": sample})
 
 
 @dataclass(frozen=True)
