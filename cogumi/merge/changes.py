@@ -159,6 +159,9 @@ class LayerChanges:
             kind = type(module.get_base_layer()).__name__
             raise self.adapter.refused(f"{name} is a {kind}, not a linear layer, an embedding or a stack of experts")
         elif isinstance(module, ModulesToSaveWrapper):
+            if any(f"{parameter}.{part}" in self.changes for part in module.modules_to_save["default"].state_dict()):
+                problem = f"modules_to_save names {parameter} and a module around it, and PEFT saves the untrained copy"
+                raise self.adapter.refused(problem, fix="train it again with one of the two")
             for part in module.modules_to_save["default"].state_dict():
                 self.add(f"{parameter}.{part}", Change(whole=self.spans[f"{key}.{part}"]), f"{key}.{part}")
         elif isinstance(module, TrainableTokensWrapper):
