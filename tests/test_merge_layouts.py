@@ -325,6 +325,7 @@ def test_refuses_a_module_trained_whole_that_is_stored_with_others(
         merge_adapter(adapter, tmp_path / "out", base=layout_bases["chunked"], progress=False)
 
 
+@pytest.mark.parametrize("root", ["language_model.model.", "model."])
 @pytest.mark.parametrize(
     "lora",
     [
@@ -335,14 +336,14 @@ def test_refuses_a_module_trained_whole_that_is_stored_with_others(
     ],
 )
 def test_an_adapter_with_the_names_of_an_older_transformers_merges_alike(
-    lora: dict[str, Any], layout_bases: dict[str, Path], tmp_path: Path
+    lora: dict[str, Any], root: str, layout_bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Modules are named as the checkpoint still names them; the layers of today have other names."""
+    """Modules are named as the checkpoint still names them, or as a class for text alone does."""
     base = layout_bases["renamed-tied"]
     adapter = train_adapter(base, tmp_path / "adapter", **{"target_modules": LANGUAGE} | lora)
     merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
     factors = load_file(adapter / "adapter_model.safetensors")
-    names = ("base_model.model.model.language_model.", "base_model.model.language_model.model.")
+    names = ("base_model.model.model.language_model.", f"base_model.model.{root}")
     older = {key.replace(*names): value for key, value in factors.items()}
     assert older.keys() != factors.keys()
     save_file(older, adapter / "adapter_model.safetensors")

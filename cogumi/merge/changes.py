@@ -8,7 +8,6 @@ import copy
 import inspect
 import logging
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -19,7 +18,16 @@ from cogumi.core.safetensors_file import Span, leading_rows_equal
 from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, Adapter
 from cogumi.merge.bases import Base
 from cogumi.merge.foreign_adapters import add_layers
-from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, head_classes, trained_class
+from cogumi.merge.parameter_map import (
+    Change,
+    Changes,
+    Checkpoint,
+    LowRank,
+    Rows,
+    head_classes,
+    text_sides,
+    trained_class,
+)
 from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features
 
@@ -70,15 +78,6 @@ def resize_vocabulary(model: Any, spans: dict[str, Span]) -> int | None:
         return None
     model.resize_token_embeddings(size, mean_resizing=False)
     return size
-
-
-def text_sides(model: Any) -> list[tuple[str, Any]]:
-    """Return name and module of a model's embedding and of its head: "" and None where it reads no text, or has no head."""
-    sides: list[Any] = [None, None]
-    with suppress(NotImplementedError):
-        sides = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = {id(module): name for name, module in model.named_modules() if hasattr(module, "weight")}
-    return [(names[id(side)], side) if id(side) in names else ("", None) for side in sides]
 
 
 def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any) -> set[str]:

@@ -23,7 +23,7 @@ from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import FACTOR, OTHER_BASE, PREFIX, Adapter, as_written, read_base_record
 from cogumi.merge.bases import Base
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, read_layout
-from cogumi.merge.parameter_map import OWN_PART, candidate_classes, renamed_tensors, weight_converters
+from cogumi.merge.parameter_map import OWN_PART, candidate_classes, renamed_tensors, text_sides, weight_converters
 from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features, targets_as_named
 
@@ -35,6 +35,8 @@ SPLIT_STACK = re.compile(
 # Tinker's names of modules, and transformers'.
 TINKER_NAMES = {r"\.attn\.": ".self_attn.", r"\.w1$": ".gate_proj", r"\.w2$": ".down_proj", r"\.w3$": ".up_proj"}
 TINKER_NAMES |= {r"^(model\.)?(language_model\.)?unembed_tokens$": "lm_head"}
+# Where a multimodal class, in one version or another, and a class for text alone have the text model.
+TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?|^model\.")
 # Layers that one side has in one and the other has apart; rows follow each other.
 FUSED_LAYERS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -127,7 +129,9 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
         parameters = {name for name, _ in model.named_parameters()}
         renamed: dict[str, tuple[str, ...]] = {}
         found: dict[str, Expert] = {}
-        names = {f"{name}.weight": module for module in unknown for name in (module, other_name(module))}
+        text = text_sides(model)[0][0].rpartition(".")[0]
+        others = {module: (module, other_name(module), TEXT_PART.sub(f"{text}.", module)) for module in unknown}
+        names = {f"{name}.weight": module for module in unknown for name in others[module]}
         for name, parameter, pattern in renamed_tensors(model, names):
             module = names[name]
             number = EXPERT_NUMBER.search(module)
