@@ -351,6 +351,16 @@ def test_mixed_dtypes_and_tensors_that_no_model_knows(small_bases: dict[str, Pat
     assert files == sorted(path.name for path in base.glob("*.safetensors"))[:2]
 
 
+def test_refuses_a_base_whose_config_names_other_weights(small_bases: dict[str, Path], tmp_path: Path) -> None:
+    """transformers loads the named file, whatever is in model.safetensors."""
+    base = Path(shutil.copytree(small_bases["tied"], tmp_path / "base"))
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(UsageError, match=r"names other\.safetensors as transformers_weights"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
 # Configurations.
 
 CONFIGS: dict[str, dict[str, Any]] = {

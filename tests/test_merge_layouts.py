@@ -40,6 +40,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
+from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, matrix_shape
 from cogumi.merge import merge_adapter
 from cogumi.merge.completeness import find_faults
@@ -350,3 +351,15 @@ def test_an_adapter_with_the_names_of_an_older_transformers_merges_alike(
     merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
     for path in (tmp_path / "expected").glob("*.safetensors"):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_refuses_a_layer_under_the_names_of_two_versions(layout_bases: dict[str, Path], tmp_path: Path) -> None:
+    base = layout_bases["renamed-tied"]
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=LANGUAGE)
+    factors = load_file(adapter / "adapter_model.safetensors")
+    names = ("base_model.model.model.language_model.", "base_model.model.language_model.model.")
+    save_file(
+        factors | {key.replace(*names): 2 * factors[key] for key in factors}, adapter / "adapter_model.safetensors"
+    )
+    with pytest.raises(UsageError, match=r"it holds model\.language_model\.layers\.0\..* twice"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)

@@ -229,6 +229,13 @@ def with_model_names(
         check_promises(adapter, base, experts, {name: len(parameter) for name, parameter in parameters.items()})
     tensors = load_file(adapter.weights)
     of_experts = {expert.module for expert in experts}
+    plain = {module_of(name) for name in tensors} - of_experts
+    placed = Counter(target for module in plain for target in renamed.get(module, (module,)))
+    placed += Counter({expert.parameter.removesuffix(".weight") for expert in experts})
+    placed += Counter(f"part {expert.part} of expert {expert.number} of {expert.parameter}" for expert in experts)
+    if twice := next((place for place, count in placed.items() if count > 1), None):
+        problem = f"it holds {twice} of base {base.name} twice, under the names of two versions"
+        raise adapter.refused(problem, fix="leave one of them in the file")
     kinds = dict(model.named_modules())
     out, scalings = {}, {}  # scalings: module, router's matrix or stack -> (rank, alpha)
     for name, tensor in tensors.items():
