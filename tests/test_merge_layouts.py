@@ -361,5 +361,5 @@ def test_refuses_a_layer_under_the_names_of_two_versions(layout_bases: dict[str,
     save_file(
         factors | {key.replace(*names): 2 * factors[key] for key in factors}, adapter / "adapter_model.safetensors"
     )
-    with pytest.raises(UsageError, match=r"it holds model\.language_model\.layers\.0\..* twice"):
+    with pytest.raises(UsageError, match=r"it holds model\.language_model\..* twice, under"):
         merge_adapter(adapter, tmp_path / "out", base=base, progress=False)

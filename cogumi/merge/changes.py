@@ -95,7 +95,10 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
             fix = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
         raise adapter.refused(message, fix=fix)
     for key in sorted(expected.keys() - spans.keys()):
-        raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)
+        fix = OTHER_BASE
+        if adapter.config.get("bias") == "lora_only" and key.endswith(".base_layer.bias"):
+            fix = "PEFT up to 0.20 trained these biases and did not save them; to merge without them set bias to none"
+        raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=fix)
     for key, span in spans.items():
         needed = tuple(allowed[key].shape)
         if span.shape != needed:
@@ -236,6 +239,10 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
     module = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?$", "", module)
     parameter = f"{module}.{'weight' if own == 'trainable_tokens_delta' else own}"
     change = changes.parameters.get(parameter, Change())
+    if adapter.config.get("bias") == "all" and "bias" in own + module and change == Change():
+        if parameter in checkpoint.sizes:  # PEFT up to 0.20 trained all with "bias" in the name, and saved buffers, too
+            changes.parameters[parameter] = Change(whole=span)
+        return
     duplicate = change.whole if span.name.endswith(".modules_to_save.weight") else None
     if span.name.endswith(".trainable_tokens_delta") and change.rows:
         rows_key = change.rows.key
@@ -261,6 +268,10 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
 @cache
 def is_bypassed(kind: Any, leaf: str) -> bool:
     """Return whether modules of a class read the weight of a layer and never call it: PEFT's update has no effect there."""
+    if (
+        leaf == "dt_proj"
+    ):  # Mamba's, which transformers 4 calls without its kernels: where nobody does, the update is zero
+        return False
     source = inspect.getsource(kind)
     is_read = re.search(rf"\bself\.{leaf}\.weight\b(?!\.(dtype|device|shape))", source) is not None
     return is_read and f"self.{leaf}(" not in source

@@ -242,7 +242,10 @@ def with_model_names(
         match, module = FACTOR.fullmatch(name), module_of(name)
         if module in of_experts:
             if match is None:
-                raise adapter.refused(f"{name} is of a kind that no expert has", fix="only lora_A and lora_B merge")
+                problem = (
+                    f"{name} is of a kind that no stack of experts has, and only lora_A and lora_B of experts merge"
+                )
+                raise adapter.refused(problem, fix=as_written(adapter.config))
             continue
         targets = renamed.get(module, (module,))
         is_a = match is not None and match["side"] == "A"
@@ -270,6 +273,9 @@ def with_model_names(
     config = {key: value for key, value in config.items() if not key.startswith(("layers_", "exclude_"))}
     config |= {"target_modules": sorted(scalings.keys() & kinds), "lora_dropout": 0}  # which no parameter has
     config["target_parameters"] = config.get("target_parameters") or sorted(scalings.keys() - kinds)
+    if saved := config.get("modules_to_save"):
+        old = [module for module in renamed if any(f"{name}." in f"{module}." for name in saved)]
+        config["modules_to_save"] = [*saved, *(target for module in old for target in renamed[module])]
     if experts or has_patterns:
         # The most frequent is the default: PEFT tries every pattern on every module.
         (rank, alpha), _ = Counter(scalings.values()).most_common(1)[0]
