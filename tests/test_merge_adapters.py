@@ -328,6 +328,22 @@ def test_an_adapter_of_mlx_is_no_peft_adapter(base: Path, tmp_path: Path) -> Non
         merge_adapter(tmp_path, tmp_path / "out", base=base, progress=False)
 
 
+@pytest.mark.parametrize(
+    "names", [("lora_a", "lora_b"), ("lora.down", "lora.up"), ("lora_down", "lora_up"), ("linear_in", "linear_out"), ()]
+)
+def test_another_format_is_called_one(names: tuple[str, ...], base: Path, tmp_path: Path) -> None:
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    file = adapter / "adapter_model.safetensors"
+    if names:
+        factors = load_file(file)
+        renamed = {key.replace("lora_A", names[0]).replace("lora_B", names[1]): factors[key] for key in factors}
+        save_file(renamed, file)
+    else:
+        file.rename(adapter / "adapter.gguf")
+    with pytest.raises(UsageError, match=r"llama\.cpp, Kohya or NeMo: convert it to PEFT's format"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
 def test_a_pattern_that_is_none_is_one_line(base: Path, tmp_path: Path) -> None:
     adapter = edit_config(
         train(load(base), tmp_path / "adapter", target_modules=["q_proj"]), target_modules="(.*q_proj"

@@ -17,17 +17,8 @@ from torch import nn
 from cogumi.core.safetensors_file import Span, leading_rows_equal
 from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, Adapter
 from cogumi.merge.bases import Base
-from cogumi.merge.foreign_adapters import add_layers
-from cogumi.merge.parameter_map import (
-    Change,
-    Changes,
-    Checkpoint,
-    LowRank,
-    Rows,
-    head_classes,
-    text_sides,
-    trained_class,
-)
+from cogumi.merge.foreign_adapters import add_layers, text_sides
+from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, head_classes, trained_class
 from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features
 

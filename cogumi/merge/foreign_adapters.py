@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import FACTOR, OTHER_BASE, PREFIX, Adapter, as_written, read_base_record
 from cogumi.merge.bases import Base
 from cogumi.merge.expert_layout import Reading, Stack, as_reading, read_layout
-from cogumi.merge.parameter_map import OWN_PART, candidate_classes, renamed_tensors, text_sides, weight_converters
+from cogumi.merge.parameter_map import OWN_PART, candidate_classes, renamed_tensors, weight_converters
 from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features, targets_as_named
 
@@ -154,6 +155,15 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
         first = first or (renamed, experts, model)
     assert first is not None, "a config has at least one class"
     return first
+
+
+def text_sides(model: Any) -> list[tuple[str, Any]]:
+    """Return name and module of a model's embedding and of its head: "" and None where it reads no text, or has no head."""
+    sides: list[Any] = [None, None]
+    with suppress(NotImplementedError):
+        sides = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = {id(module): name for name, module in model.named_modules() if hasattr(module, "weight")}
+    return [(names[id(side)], side) if id(side) in names else ("", None) for side in sides]
 
 
 def other_name(module: str) -> str:

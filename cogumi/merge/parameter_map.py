@@ -9,7 +9,6 @@ import copy
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -171,15 +170,6 @@ def candidate_classes(config: Any, task: str | None = None) -> list[Any]:
     """Return the classes that an adapter on a config may have been trained on: named_class, auto_class, those with a head."""
     kinds = [named_class(config), auto_class(config), *head_classes(config, task)]
     return [kind for kind in dict.fromkeys(kinds) if kind is not None]
-
-
-def text_sides(model: Any) -> list[tuple[str, Any]]:
-    """Return name and module of a model's embedding and of its head: "" and None where it reads no text, or has no head."""
-    sides: list[Any] = [None, None]
-    with suppress(NotImplementedError):
-        sides = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = {id(module): name for name, module in model.named_modules() if hasattr(module, "weight")}
-    return [(names[id(side)], side) if id(side) in names else ("", None) for side in sides]
 
 
 def parameter_places(model: Any, spans: dict[str, Span]) -> dict[str, tuple[Place, ...]]:
