@@ -344,6 +344,12 @@ def test_another_format_is_called_one(names: tuple[str, ...], base: Path, tmp_pa
         merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
 
 
+def test_a_rank_that_the_file_contradicts(base: Path, tmp_path: Path) -> None:
+    adapter = edit_config(train(load(base), tmp_path / "adapter", target_modules=["q_proj"]), r=8)
+    with pytest.raises(UsageError, match=r"rank is 4, not 8; set r or rank_pattern"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
 def test_a_pattern_that_is_none_is_one_line(base: Path, tmp_path: Path) -> None:
     adapter = edit_config(
         train(load(base), tmp_path / "adapter", target_modules=["q_proj"]), target_modules="(.*q_proj"

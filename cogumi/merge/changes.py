@@ -99,8 +99,12 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
             factor = FACTOR.fullmatch(key)
             if factor and len(span.shape) == len(needed) == 2:
                 sides = ("rank", "in") if factor["side"] == "A" else ("out", "rank")
-                sizes = zip(sides, span.shape, needed, strict=True)
-                message += ": " + " and ".join(f"{side} is {a}, not {b}" for side, a, b in sizes if a != b)
+                sizes = [size for size in zip(sides, span.shape, needed, strict=True) if size[1] != size[2]]
+                message += ": " + " and ".join(f"{side} is {a}, not {b}" for side, a, b in sizes)
+                if [side for side, _, _ in sizes] == ["rank"]:
+                    raise adapter.refused(
+                        message, fix="set r or rank_pattern in its adapter_config.json to the trained rank"
+                    )
             rows = resized_rows(layers.get_base_model(), key, span.shape, needed)
             if rows is not None:
                 message += f"; it resized the vocabulary to {rows} and does not bring the embedding of that"
