@@ -353,6 +353,20 @@ def test_an_adapter_with_the_names_of_an_older_transformers_merges_alike(
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 
+def test_a_norm_of_a_text_class_is_no_norm_of_a_tower(layout_bases: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT saves every module whose name ends with one of modules_to_save, which are more in the multimodal class."""
+    base, lora = layout_bases["renamed-tied"], {"target_modules": LANGUAGE, "modules_to_save": ["language_model.norm"]}
+    adapter = train_adapter(base, tmp_path / "adapter", **lora)
+    merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
+    factors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {key.replace("model.language_model.", "model."): factors[key] for key in factors}
+    save_file(renamed, adapter / "adapter_model.safetensors")
+    edit_config(adapter, modules_to_save=["norm"])
+    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    for path in (tmp_path / "expected").glob("*.safetensors"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_refuses_a_layer_under_the_names_of_two_versions(layout_bases: dict[str, Path], tmp_path: Path) -> None:
     base = layout_bases["renamed-tied"]
     adapter = train_adapter(base, tmp_path / "adapter", target_modules=LANGUAGE)

@@ -283,9 +283,9 @@ def with_model_names(
     config = {key: value for key, value in config.items() if not key.startswith(("layers_", "exclude_"))}
     config |= {"target_modules": sorted(scalings.keys() & kinds), "lora_dropout": 0}  # which no parameter has
     config["target_parameters"] = config.get("target_parameters") or sorted(scalings.keys() - kinds)
-    if saved := config.get("modules_to_save"):
-        old = [module for module in renamed if any(f"{name}." in f"{module}." for name in saved)]
-        config["modules_to_save"] = [*saved, *(target for module in old for target in renamed[module])]
+    if saved := config.get("modules_to_save"):  # by their whole names: PEFT takes all that end with a name
+        whole = [module for module in plain if any(f"{name}." in f"{module}." for name in saved)]
+        config["modules_to_save"] = sorted(target for module in whole for target in renamed.get(module, (module,)))
     if experts or has_patterns:
         # The most frequent is the default: PEFT tries every pattern on every module.
         (rank, alpha), _ = Counter(scalings.values()).most_common(1)[0]
