@@ -27,7 +27,16 @@ from golden import Golden
 from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BioGptConfig, LlamaConfig, LongcatFlashConfig, PhiConfig, PreTrainedConfig
+from transformers import (
+    BioGptConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LongcatFlashConfig,
+    MambaConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 from transformers.models.inkling import InklingTextConfig, modeling_inkling
 
 from cogumi.core.errors import UsageError
@@ -319,6 +328,28 @@ def test_an_adapter_of_mlx_is_no_peft_adapter(base: Path, tmp_path: Path) -> Non
         merge_adapter(tmp_path, tmp_path / "out", base=base, progress=False)
 
 
+@pytest.mark.parametrize(
+    "names", [("lora_a", "lora_b"), ("lora.down", "lora.up"), ("lora_down", "lora_up"), ("linear_in", "linear_out"), ()]
+)
+def test_another_format_is_called_one(names: tuple[str, ...], base: Path, tmp_path: Path) -> None:
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"])
+    file = adapter / "adapter_model.safetensors"
+    if names:
+        factors = load_file(file)
+        renamed = {key.replace("lora_A", names[0]).replace("lora_B", names[1]): factors[key] for key in factors}
+        save_file(renamed, file)
+    else:
+        file.rename(adapter / "adapter.gguf")
+    with pytest.raises(UsageError, match=r"llama\.cpp, Kohya or NeMo: convert it to PEFT's format"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
+def test_a_rank_that_the_file_contradicts(base: Path, tmp_path: Path) -> None:
+    adapter = edit_config(train(load(base), tmp_path / "adapter", target_modules=["q_proj"]), r=8)
+    with pytest.raises(UsageError, match=r"rank is 4, not 8; set r or rank_pattern"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
 def test_a_pattern_that_is_none_is_one_line(base: Path, tmp_path: Path) -> None:
     adapter = edit_config(
         train(load(base), tmp_path / "adapter", target_modules=["q_proj"]), target_modules="(.*q_proj"
@@ -392,6 +423,40 @@ def test_an_update_of_a_layer_that_is_never_called_is_left_out(
     adapter = train(load(base), tmp_path / "adapter", target_modules=["classifier", "o_proj"], **lora)
     check_merge(base, adapter, tmp_path / "out")
     assert re.search(r"\d updates are left out, the first of model\.layers\.\d\.mlp\.router\.classifier", caplog.text)
+
+
+def test_an_update_of_a_layer_that_transformers_4_calls_merges(tmp_path: Path) -> None:
+    """Mamba's time steps: transformers 5 reads the weight alone, so that no gradient reaches an update."""
+    base = save_base(tmp_path / "base", MambaConfig(vocab_size=256, hidden_size=32, state_size=4, num_hidden_layers=1))
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["dt_proj"])
+    merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
+    merged, expected = all_tensors(tmp_path / "out"), closed_form(base, adapter)
+    for name, value in expected.items():
+        torch.testing.assert_close(merged[name], value.float(), rtol=1e-6, atol=1e-8)
+
+
+def test_biases_that_an_older_peft_trained_and_did_not_save(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", Qwen2Config(**SIZES))
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q_proj"], bias="lora_only")
+    edit_tensors(adapter, lambda name, tensor: None if name.endswith(".bias") else tensor)
+    with pytest.raises(UsageError, match=r"PEFT up to 0\.20 trained these biases and did not save them"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
+def test_a_head_trained_whole_under_its_older_name(tmp_path: Path) -> None:
+    """Of GPT-NeoX, whose `embed_out` is `lm_head` in transformers 5."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = save_base(tmp_path / "base", GPTNeoXConfig(**sizes, vocab_size=256, max_position_embeddings=64))
+    lora = {"target_modules": ["query_key_value"], "modules_to_save": ["lm_head"]}
+    adapter = train(load(base), tmp_path / "adapter", **lora)
+    merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    older = {name.replace("model.lm_head", "model.embed_out"): tensor for name, tensor in tensors.items()}
+    save_file(older, adapter / "adapter_model.safetensors")
+    edit_config(adapter, modules_to_save=["embed_out"])
+    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    merged, expected = all_tensors(tmp_path / "out"), all_tensors(tmp_path / "expected")
+    assert all(torch.equal(merged[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("longer", [False, True])

@@ -31,7 +31,7 @@ from builders import (
 from golden import Golden
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import merge_adapter
@@ -134,6 +134,17 @@ def test_tied_head_that_is_stored(case: str, stored: str, small_bases: dict[str,
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == tied
     tensors = all_tensors(out)
     assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]) == tied
+
+
+@pytest.mark.parametrize("names", [{"target_modules": ["c_attn", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_head_tied_to_an_embedding_that_peft_does_not_know(names: dict[str, list[str]], tmp_path: Path) -> None:
+    """PEFT saves both, names the embedding alone, and ties the head again only beside an `embed_tokens`."""
+    base = save_base(tmp_path / "base", GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=256, n_positions=64))
+    live = load(base)
+    adapter = train(live, tmp_path / "adapter", **{"target_modules": ["c_attn"]} | names, ensure_weight_tying=True)
+    merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
+    expected = logits(live)
+    check_close(rms(logits(load(tmp_path / "out")) - expected), rms(expected - logits(load(base))))
 
 
 @pytest.fixture
@@ -340,6 +351,16 @@ def test_mixed_dtypes_and_tensors_that_no_model_knows(small_bases: dict[str, Pat
     assert files == sorted(path.name for path in base.glob("*.safetensors"))[:2]
 
 
+def test_refuses_a_base_whose_config_names_other_weights(small_bases: dict[str, Path], tmp_path: Path) -> None:
+    """transformers loads the named file, whatever is in model.safetensors."""
+    base = Path(shutil.copytree(small_bases["tied"], tmp_path / "base"))
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    with pytest.raises(UsageError, match=r"names other\.safetensors as transformers_weights"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+
+
 # Configurations.
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -351,13 +372,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "a-matrix": {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight"]},
     "only-a-matrix": {"target_modules": [], "target_parameters": ["gate_proj.weight"]},
     "nothing-to-save": {"target_modules": ["v_proj"], "modules_to_save": ["classifier"]},
+    "whole-module": {"target_modules": ["v_proj"], "modules_to_save": ["mlp"]},
 }
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_configuration(case: str, small_bases: dict[str, Path], tmp_path: Path) -> None:
     base = small_bases["open"]
-    check_merge(base, train_adapter(base, tmp_path / "adapter", **CONFIGS[case]), tmp_path / "out")
+    report = check_merge(base, train_adapter(base, tmp_path / "adapter", **CONFIGS[case]), tmp_path / "out")
+    assert any("modules_to_save" in note for note in report.notes) == (case == "nothing-to-save")
+
+
+def test_refuses_a_module_trained_whole_in_another(small_bases: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT trains `mlp` and then saves the other copy of `up_proj`, which no forward pass reaches."""
+    base, lora = small_bases["open"], {"target_modules": ["v_proj"], "modules_to_save": ["up_proj", "mlp"]}
+    adapter = train_adapter(base, tmp_path / "adapter", **lora)
+    with pytest.raises(UsageError, match=r"names model\.layers\.0\.mlp\.up_proj and a module around it"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
 
 
 def test_refuses_two_updates_of_one_matrix(small_bases: dict[str, Path], tmp_path: Path) -> None:

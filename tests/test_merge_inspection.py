@@ -102,6 +102,21 @@ def test_factors_of_corda_are_refused(bases: dict[str, Path], tmp_path: Path) ->
         merge_adapter(adapter, tmp_path / "out", base=bases["llama"], progress=False)
 
 
+def test_a_router_of_few_experts_is_no_part_of_the_weights_by_chance(bases: dict[str, Path], tmp_path: Path) -> None:
+    lora: dict[str, Any] = {"target_modules": [], "target_parameters": ["mlp.gate.weight"], "r": 2}
+    adapter = train_adapter(bases["experts"], tmp_path / "adapter", **lora)
+    file, weights = adapter / "adapter_model.safetensors", all_tensors(bases["experts"])
+    factors = load_file(file)
+    for key in [key for key in factors if "lora_A" in key]:
+        layer = key.split(".")[4]
+        left, values, right = torch.linalg.svd(
+            weights[f"model.layers.{layer}.mlp.gate.weight"].float(), full_matrices=False
+        )
+        factors |= {key: right[:2].contiguous(), key.replace("lora_A", "lora_B"): (left * values)[:, :2] / 2}
+    save_file({key: tensor.contiguous() for key, tensor in factors.items()}, file, {"format": "pt"})
+    merge_adapter(adapter, tmp_path / "out", base=bases["experts"], progress=False)
+
+
 def test_llama_factory_names_the_converted_adapter(bases: dict[str, Path], tmp_path: Path, golden: Golden) -> None:
     """As its callback saves: the factors as trained, and converted by PEFT against the initial ones."""
     base, run = bases["llama"], tmp_path / "run"

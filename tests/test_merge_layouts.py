@@ -40,6 +40,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
+from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span, matrix_shape
 from cogumi.merge import merge_adapter
 from cogumi.merge.completeness import find_faults
@@ -325,6 +326,7 @@ def test_refuses_a_module_trained_whole_that_is_stored_with_others(
         merge_adapter(adapter, tmp_path / "out", base=layout_bases["chunked"], progress=False)
 
 
+@pytest.mark.parametrize("root", ["language_model.model.", "model."])
 @pytest.mark.parametrize(
     "lora",
     [
@@ -335,17 +337,43 @@ def test_refuses_a_module_trained_whole_that_is_stored_with_others(
     ],
 )
 def test_an_adapter_with_the_names_of_an_older_transformers_merges_alike(
-    lora: dict[str, Any], layout_bases: dict[str, Path], tmp_path: Path
+    lora: dict[str, Any], root: str, layout_bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Modules are named as the checkpoint still names them; the layers of today have other names."""
+    """Modules are named as the checkpoint still names them, or as a class for text alone does."""
     base = layout_bases["renamed-tied"]
     adapter = train_adapter(base, tmp_path / "adapter", **{"target_modules": LANGUAGE} | lora)
     merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
     factors = load_file(adapter / "adapter_model.safetensors")
-    names = ("base_model.model.model.language_model.", "base_model.model.language_model.model.")
+    names = ("base_model.model.model.language_model.", f"base_model.model.{root}")
     older = {key.replace(*names): value for key, value in factors.items()}
     assert older.keys() != factors.keys()
     save_file(older, adapter / "adapter_model.safetensors")
     merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
     for path in (tmp_path / "expected").glob("*.safetensors"):
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_norm_of_a_text_class_is_no_norm_of_a_tower(layout_bases: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT saves every module whose name ends with one of modules_to_save, which are more in the multimodal class."""
+    base, lora = layout_bases["renamed-tied"], {"target_modules": LANGUAGE, "modules_to_save": ["language_model.norm"]}
+    adapter = train_adapter(base, tmp_path / "adapter", **lora)
+    merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
+    factors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {key.replace("model.language_model.", "model."): factors[key] for key in factors}
+    save_file(renamed, adapter / "adapter_model.safetensors")
+    edit_config(adapter, modules_to_save=["norm"])
+    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    for path in (tmp_path / "expected").glob("*.safetensors"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_refuses_a_layer_under_the_names_of_two_versions(layout_bases: dict[str, Path], tmp_path: Path) -> None:
+    base = layout_bases["renamed-tied"]
+    adapter = train_adapter(base, tmp_path / "adapter", target_modules=LANGUAGE)
+    factors = load_file(adapter / "adapter_model.safetensors")
+    names = ("base_model.model.model.language_model.", "base_model.model.language_model.model.")
+    save_file(
+        factors | {key.replace(*names): 2 * factors[key] for key in factors}, adapter / "adapter_model.safetensors"
+    )
+    with pytest.raises(UsageError, match=r"it holds model\.language_model\..* twice, under"):
+        merge_adapter(adapter, tmp_path / "out", base=base, progress=False)

@@ -1,12 +1,26 @@
 """Adapters on models that continue no text: encoders, encoder-decoders, images and sound, and models without a head."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from builders import EXPERTS, FUSED, INPUT_IDS, SIZES, check_close, check_loads, load, rms, save_base, train
+from builders import (
+    EXPERTS,
+    FUSED,
+    INPUT_IDS,
+    SIZES,
+    add_tensors,
+    all_tensors,
+    check_close,
+    check_loads,
+    load,
+    rms,
+    save_base,
+    train,
+)
 from peft import PeftModel
 from transformers import (
     AutoModel,
@@ -19,6 +33,7 @@ from transformers import (
     MusicgenDecoderConfig,
     Qwen3MoeConfig,
     RobertaConfig,
+    SwitchTransformersConfig,
     T5Config,
     ViTConfig,
     Wav2Vec2Config,
@@ -34,7 +49,9 @@ HALVES |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_
 SIGHT: dict[str, Any] = {"image_size": 28, "patch_size": 14}
 SOUND: dict[str, Any] = {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3]}
 SOUND |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
-T5 = T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, vocab_size=256, decoder_start_token_id=0)
+T5_SIZES: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 256}
+T5_SIZES |= {"decoder_start_token_id": 0}
+T5 = T5Config(**T5_SIZES)
 MODELS: dict[str, Any] = {
     "BertForMaskedLM": BertConfig(**SIZES),
     "BertForQuestionAnswering": BertConfig(**SIZES),
@@ -118,6 +135,36 @@ def check(base: Path, adapter: Path, out: Path) -> None:
     merge_adapter(adapter, out, base=base, progress=False)
     check_close(rms(output(load(out)) - expected), rms(expected - output(load(base))))
     check_loads(out)
+
+
+SWITCH = SwitchTransformersConfig(**T5_SIZES, num_sparse_encoder_layers=0, num_sparse_decoder_layers=0)
+
+
+@pytest.mark.parametrize("config", [T5, SWITCH], ids=["t5", "switch"])
+def test_a_head_whose_scale_hangs_on_the_tie(config: Any, tmp_path: Path) -> None:
+    """A config of transformers 4 names the tie, and no scale; T5's takes an untied head for one without the scale."""
+    base = tmp_path / "base"
+    getattr(transformers, type(config).__name__.replace("Config", "ForConditionalGeneration"))(config).save_pretrained(
+        base
+    )
+    entries = json.loads((base / "config.json").read_text())
+    entries = {
+        key: value for key, value in entries.items() if key not in ("scale_decoder_outputs", "tie_word_embeddings")
+    }
+    (base / "config.json").write_text(json.dumps(entries))
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["lm_head"], task_type=None)
+    check(base, adapter, tmp_path / "out")
+
+
+def test_biases_of_other_names_that_an_older_peft_trained(tmp_path: Path) -> None:
+    """Up to 0.20 bias="all" was every parameter with the word in its name; the installed one trains `.bias` alone."""
+    base = save_model("T5ForConditionalGeneration", tmp_path / "base")
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["q"], bias="all", task_type=None)
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    trained = all_tensors(base)[name] + 1
+    add_tensors(adapter, {f"base_model.model.{name}": trained})
+    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    assert torch.equal(all_tensors(tmp_path / "out")[name], trained)
 
 
 @pytest.mark.parametrize("name", most_in_sweep(MODELS))

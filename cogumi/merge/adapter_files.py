@@ -46,6 +46,12 @@ TRAINED_BESIDE = (
     "non_lora_trainables.bin", "non_lora_state_dict.bin", "mm_projector.bin", "vit.safetensors", "trainable_params.bin",
     "new_embeddings.safetensors", "new_embeddings.bin",
 )  # fmt: skip
+# Names of factors and files in other formats than PEFT's.
+OTHER_NAMES = re.compile(r"\.lora_[ab](\.|$)|lora[._](down|up)\.|\.linear_(in|out)\.")
+OTHER_FILES = re.compile(r"adapters?\.safetensors|.*\.(gguf|pt|pth|nemo)")
+OTHER_FORMAT = (
+    "it may be of MLX, torchtune, llama.cpp, Kohya or NeMo: convert it to PEFT's format with the tool that wrote it"
+)
 VLLM_RANK = 16  # the default of --max-lora-rank
 OTHER_BASE = "is this the base the adapter was trained on?"
 FACTOR = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.weight)?")
@@ -164,7 +170,8 @@ def resolve_adapter(path: Path) -> Adapter:
     """Read an adapter. Raises UsageError if it is damaged or of a refused kind."""
     if not (path / "adapter_config.json").is_file():
         problem = "has no adapter_config.json" if path.is_dir() else "is not a directory"
-        fix = "pass the directory that PEFT's save_pretrained wrote"
+        is_other = any(OTHER_FILES.fullmatch(file.name) for file in (path, *path.glob("*")))
+        fix = OTHER_FORMAT if is_other else "pass the directory that PEFT's save_pretrained wrote"
         if not path.exists() and is_hub_id(str(path)):
             fix += f"; one of the hub comes by: hf download {path} --local-dir {path.name}"
         raise UsageError(f"adapter {path} {problem}", fix=fix)
@@ -188,6 +195,11 @@ def resolve_adapter(path: Path) -> Adapter:
     if twice := [name for name, count in Counter(standard[span.name] for span in spans).items() if count > 1]:
         problem = f"adapter {path} holds several tensors that are {twice[0]}"
         raise UsageError(problem, fix="save one adapter in a directory of its own")
+    if config.get("ensure_weight_tying") and not isinstance(config.get("target_modules"), str):
+        # PEFT leaves the tied head out of the names that it saves, and finds it again beside an `embed_tokens` alone.
+        for key, own in (("target_modules", "lm_head.lora_A.weight"), ("modules_to_save", "lm_head.weight")):
+            if f"{PREFIX}{own}" in standard.values() and "lm_head" not in (config.get(key) or ()):
+                config[key] = [*(config.get(key) or ()), "lm_head"]
     adapter = Adapter(path, config, (), directory=path)
     is_stacked = any(len(s.shape) == 3 and ".experts." in s.name and FACTOR.fullmatch(standard[s.name]) for s in spans)
     if len(files) > 1 or is_stacked or config != stored or any(name != other for name, other in standard.items()):
@@ -206,7 +218,8 @@ def weight_files(path: Path) -> list[Path]:
         raise UsageError(f"adapter {path} has no {missing[0]}, which its index names", fix="download it again")
     if names:
         return [path / name for name in names]
-    fix = "download it again, or save it again with save_pretrained"
+    is_other = any(OTHER_FILES.fullmatch(file.name) for file in path.iterdir())
+    fix = OTHER_FORMAT if is_other else "download it again, or save it again with save_pretrained"
     if (path / "adapter_model.bin").is_file():
         # save_pretrained would record its own version, by which experts are read.
         load = "torch.load('adapter_model.bin', map_location='cpu')"
@@ -320,9 +333,11 @@ def read_factors(adapter: Adapter) -> tuple[Span, ...]:
     names = {span.name for span in spans}
     with safe_open(adapter.weights, framework="pt") as weights:
         for name in sorted(names):
-            if not name.startswith(PREFIX):
+            if not name.startswith(PREFIX) or OTHER_NAMES.search(name):
                 problem = f"adapter {path}: {name} is not a name that PEFT writes"
-                raise UsageError(problem, fix="save it with save_pretrained")
+                raise UsageError(
+                    problem, fix=OTHER_FORMAT if OTHER_NAMES.search(name) else "save it with save_pretrained"
+                )
             tensor = weights.get_tensor(name)
             if tensor.dtype not in FLOAT_DTYPES.values():
                 raise UsageError(f"adapter {path}: {name} is {tensor.dtype}", fix="convert it to float32")

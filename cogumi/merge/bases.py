@@ -247,6 +247,9 @@ def base_shards(name: str, path: Path) -> tuple[Shard, ...]:
 def read_shards(name: str, path: Path) -> tuple[tuple[Shard, ...], dict[str, str] | None]:
     """Read the weight files that transformers loads, and the index's map of tensors to them, None without an index."""
     single, index, again = path / "model.safetensors", path / "model.safetensors.index.json", "download the base again"
+    if other := read_json(path / "config.json").get("transformers_weights"):
+        fix = "load it with from_pretrained, save that with save_pretrained, and pass base=<that>"
+        raise UsageError(f"base {name}: its config.json names {other} as transformers_weights", fix=fix)
     if single.is_file():
         return (read_shard(single),), None
     if not index.is_file():

@@ -8,7 +8,6 @@ import copy
 import inspect
 import logging
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from cogumi.core.safetensors_file import Span, leading_rows_equal
 from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, Adapter
 from cogumi.merge.bases import Base
-from cogumi.merge.foreign_adapters import add_layers
+from cogumi.merge.foreign_adapters import add_layers, text_sides
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, head_classes, trained_class
 from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features
@@ -72,15 +71,6 @@ def resize_vocabulary(model: Any, spans: dict[str, Span]) -> int | None:
     return size
 
 
-def text_sides(model: Any) -> list[tuple[str, Any]]:
-    """Return name and module of a model's embedding and of its head: "" and None where it reads no text, or has no head."""
-    sides: list[Any] = [None, None]
-    with suppress(NotImplementedError):
-        sides = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = {id(module): name for name, module in model.named_modules() if hasattr(module, "weight")}
-    return [(names[id(side)], side) if id(side) in names else ("", None) for side in sides]
-
-
 def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any) -> set[str]:
     """Raise UsageError unless the file holds exactly what PEFT would save; return the keys that it always saves."""
     from peft import get_peft_model_state_dict
@@ -96,7 +86,10 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
             fix = f"it is a {task} adapter: save the model it was trained on, head included, and pass that as the base"
         raise adapter.refused(message, fix=fix)
     for key in sorted(expected.keys() - spans.keys()):
-        raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=OTHER_BASE)
+        fix = OTHER_BASE
+        if adapter.config.get("bias") == "lora_only" and key.endswith(".base_layer.bias"):
+            fix = "PEFT up to 0.20 trained these biases and did not save them; to merge without them set bias to none"
+        raise adapter.refused(f"it lacks {key}, which its configuration promises for base {base.name}", fix=fix)
     for key, span in spans.items():
         needed = tuple(allowed[key].shape)
         if span.shape != needed:
@@ -106,8 +99,12 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
             factor = FACTOR.fullmatch(key)
             if factor and len(span.shape) == len(needed) == 2:
                 sides = ("rank", "in") if factor["side"] == "A" else ("out", "rank")
-                sizes = zip(sides, span.shape, needed, strict=True)
-                message += ": " + " and ".join(f"{side} is {a}, not {b}" for side, a, b in sizes if a != b)
+                sizes = [size for size in zip(sides, span.shape, needed, strict=True) if size[1] != size[2]]
+                message += ": " + " and ".join(f"{side} is {a}, not {b}" for side, a, b in sizes)
+                if [side for side, _, _ in sizes] == ["rank"]:
+                    raise adapter.refused(
+                        message, fix="set r or rank_pattern in its adapter_config.json to the trained rank"
+                    )
             rows = resized_rows(layers.get_base_model(), key, span.shape, needed)
             if rows is not None:
                 message += f"; it resized the vocabulary to {rows} and does not bring the embedding of that"
@@ -159,6 +156,9 @@ class LayerChanges:
             kind = type(module.get_base_layer()).__name__
             raise self.adapter.refused(f"{name} is a {kind}, not a linear layer, an embedding or a stack of experts")
         elif isinstance(module, ModulesToSaveWrapper):
+            if any(f"{parameter}.{part}" in self.changes for part in module.modules_to_save["default"].state_dict()):
+                problem = f"modules_to_save names {parameter} and a module around it, and PEFT saves the untrained copy"
+                raise self.adapter.refused(problem, fix="train it again with one of the two")
             for part in module.modules_to_save["default"].state_dict():
                 self.add(f"{parameter}.{part}", Change(whole=self.spans[f"{key}.{part}"]), f"{key}.{part}")
         elif isinstance(module, TrainableTokensWrapper):
@@ -234,6 +234,10 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
     module = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?$", "", module)
     parameter = f"{module}.{'weight' if own == 'trainable_tokens_delta' else own}"
     change = changes.parameters.get(parameter, Change())
+    if adapter.config.get("bias") == "all" and "bias" in own + module and change == Change():
+        if parameter in checkpoint.sizes:  # PEFT up to 0.20 trained all with "bias" in the name, and saved buffers, too
+            changes.parameters[parameter] = Change(whole=span)
+        return
     duplicate = change.whole if span.name.endswith(".modules_to_save.weight") else None
     if span.name.endswith(".trainable_tokens_delta") and change.rows:
         rows_key = change.rows.key
@@ -259,6 +263,10 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
 @cache
 def is_bypassed(kind: Any, leaf: str) -> bool:
     """Return whether modules of a class read the weight of a layer and never call it: PEFT's update has no effect there."""
+    if (
+        leaf == "dt_proj"
+    ):  # Mamba's, which transformers 4 calls without its kernels: where nobody does, the update is zero
+        return False
     source = inspect.getsource(kind)
     is_read = re.search(rf"\bself\.{leaf}\.weight\b(?!\.(dtype|device|shape))", source) is not None
     return is_read and f"self.{leaf}(" not in source

@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,8 @@ SPLIT_STACK = re.compile(
 # Tinker's names of modules, and transformers'.
 TINKER_NAMES = {r"\.attn\.": ".self_attn.", r"\.w1$": ".gate_proj", r"\.w2$": ".down_proj", r"\.w3$": ".up_proj"}
 TINKER_NAMES |= {r"^(model\.)?(language_model\.)?unembed_tokens$": "lm_head"}
+# Where a multimodal class, in one version or another, and a class for text alone have the text model.
+TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?|^model\.")
 # Layers that one side has in one and the other has apart; rows follow each other.
 FUSED_LAYERS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -127,7 +130,9 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
         parameters = {name for name, _ in model.named_parameters()}
         renamed: dict[str, tuple[str, ...]] = {}
         found: dict[str, Expert] = {}
-        names = {f"{name}.weight": module for module in unknown for name in (module, other_name(module))}
+        text = text_sides(model)[0][0].rpartition(".")[0]
+        others = {module: (module, other_name(module), TEXT_PART.sub(f"{text}.", module)) for module in unknown}
+        names = {f"{name}.weight": module for module in unknown for name in others[module]}
         for name, parameter, pattern in renamed_tensors(model, names):
             module = names[name]
             number = EXPERT_NUMBER.search(module)
@@ -150,6 +155,15 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
         first = first or (renamed, experts, model)
     assert first is not None, "a config has at least one class"
     return first
+
+
+def text_sides(model: Any) -> list[tuple[str, Any]]:
+    """Return name and module of a model's embedding and of its head: "" and None where it reads no text, or has no head."""
+    sides: list[Any] = [None, None]
+    with suppress(NotImplementedError):
+        sides = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = {id(module): name for name, module in model.named_modules() if hasattr(module, "weight")}
+    return [(names[id(side)], side) if id(side) in names else ("", None) for side in sides]
 
 
 def other_name(module: str) -> str:
@@ -225,13 +239,23 @@ def with_model_names(
         check_promises(adapter, base, experts, {name: len(parameter) for name, parameter in parameters.items()})
     tensors = load_file(adapter.weights)
     of_experts = {expert.module for expert in experts}
+    plain = {module_of(name) for name in tensors} - of_experts
+    placed = Counter(target for module in plain for target in renamed.get(module, (module,)))
+    placed += Counter({expert.parameter.removesuffix(".weight") for expert in experts})
+    placed += Counter(f"part {expert.part} of expert {expert.number} of {expert.parameter}" for expert in experts)
+    if twice := next((place for place, count in placed.items() if count > 1), None):
+        problem = f"it holds {twice} of base {base.name} twice, under the names of two versions"
+        raise adapter.refused(problem, fix="leave one of them in the file")
     kinds = dict(model.named_modules())
     out, scalings = {}, {}  # scalings: module, router's matrix or stack -> (rank, alpha)
     for name, tensor in tensors.items():
         match, module = FACTOR.fullmatch(name), module_of(name)
         if module in of_experts:
             if match is None:
-                raise adapter.refused(f"{name} is of a kind that no expert has", fix="only lora_A and lora_B merge")
+                problem = (
+                    f"{name} is of a kind that no stack of experts has, and only lora_A and lora_B of experts merge"
+                )
+                raise adapter.refused(problem, fix=as_written(adapter.config))
             continue
         targets = renamed.get(module, (module,))
         is_a = match is not None and match["side"] == "A"
@@ -259,6 +283,9 @@ def with_model_names(
     config = {key: value for key, value in config.items() if not key.startswith(("layers_", "exclude_"))}
     config |= {"target_modules": sorted(scalings.keys() & kinds), "lora_dropout": 0}  # which no parameter has
     config["target_parameters"] = config.get("target_parameters") or sorted(scalings.keys() - kinds)
+    if saved := config.get("modules_to_save"):  # by their whole names: PEFT takes all that end with a name
+        whole = [module for module in plain if any(f"{name}." in f"{module}." for name in saved)]
+        config["modules_to_save"] = sorted(target for module in whole for target in renamed.get(module, (module,)))
     if experts or has_patterns:
         # The most frequent is the default: PEFT tries every pattern on every module.
         (rank, alpha), _ = Counter(scalings.values()).most_common(1)[0]

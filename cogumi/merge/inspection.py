@@ -41,6 +41,7 @@ SAMPLED_ELEMENTS = 1 << 17
 # Cosine between B A and the part of W in the space of B or of A, and the range of the ratio of their norms. Ordinary adapters
 # stay below 0.15; raw factors of PiSSA, OLoRA and CorDA start at 1 and are at 0.8 after changing by 60 %.
 RAW_COSINE, RAW_RATIO = 0.5, (0.2, 5.0)
+MIN_DIMENSIONS = 64  # of the space of B A with B or A as they are; a random cosine deviates by one over its root
 LAYER = re.compile(r"(?:(\w+)\.)?(?:layers|h|blocks|block)\.(\d+)\.")
 TEXT_MODELS = (None, "model", "language_model", "transformer")
 CARD_WORDS = ("unsloth", "llama-factory", "axolotl", "verl", "tinker", "trl")  # of writers that a model card names
@@ -305,6 +306,8 @@ def raw_cosines(plan: MergePlan, weights: Path) -> dict[str, float]:
     """
     terms = [entry for entry in low_rank_pieces(plan) if entry[2].file == weights]
     terms = [entry for entry in terms if entry[2].key_a and entry[2].count == 1]
+    # In few dimensions (a router of four experts) vectors that have nothing to do with each other are alike.
+    terms = [entry for entry in terms if entry[2].rank * min(matrix_shape(entry[0].shape)) >= MIN_DIMENSIONS]
     smallest = min((source.end - source.start for source, _, _ in terms), default=0)
     cosines = {}
     with safe_open(weights, framework="pt") as file:

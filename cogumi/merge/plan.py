@@ -1,5 +1,6 @@
 """Plan of a merge: every output tensor, decided and checked before the first byte is written."""
 
+import inspect
 import json
 import math
 import re
@@ -215,6 +216,7 @@ def build_plan(adapters: Sequence[tuple[Adapter, float]], base: Base, dtype: str
         shards.append(plan_shard(shard, drafts))
     files = side_files(adapter.path, base.path)
     as_dtype = None if dtype == "keep" else dtype
+    is_untied = is_untied and not scales_when_tied(checkpoint.kind)
     config = output_config(base.config, dtype=as_dtype, is_untied=is_untied, vocab_size=changes.vocabulary)
     if added_parameters:
         set_head(config, checkpoint, files)
@@ -353,6 +355,15 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
             if embedding in changes.parameters:
                 changes.parameters[head] = changes.parameters[embedding]
     return is_untied, fresh
+
+
+def scales_when_tied(kind: Any) -> bool:
+    """Return whether a class scales the input of its head only if tie_word_embeddings is set (T5 and its kin).
+
+    It has to stay set then. transformers 5 ties no head that is stored with other values than its embedding.
+    """
+    source = inspect.getsource(kind.forward)
+    return "config.scale_decoder_outputs" in source or "config.tie_word_embeddings" in source
 
 
 def same_change(one: Change | None, other: Change | None) -> bool:

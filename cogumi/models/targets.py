@@ -62,8 +62,8 @@ def unmatched_names(
         else:
             ends = tuple(f".{name}" for name in known)
             unmatched[key] = [name for name in names_of(key) if not any(end.endswith(f".{name}") for end in ends)]
-    saved = names_of("modules_to_save")
-    unmatched["modules_to_save"] = [name for name in saved if not any(module.endswith(name) for module in modules)]
+    saved = names_of("modules_to_save")  # whole modules, with all in them
+    unmatched["modules_to_save"] = [name for name in saved if not any(f"{name}." in f"{part}." for part in modules)]
     for key in ("rank_pattern", "alpha_pattern"):
         unmatched[key] = [name for name in names_of(key) if not matches(rf"(.*\.)?({name})", adapted)]
     parent = "|".join(names_of("layers_pattern")) or "[^.]*"
