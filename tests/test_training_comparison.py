@@ -186,6 +186,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data__eval_rows": 0},
         "cogumi.compare_with: data.eval_rows: no rows are held out; set it to 100 or more; or drop it",
     ),
+    "documents": (
+        {
+            "data__source": "cogumi:stdlib",
+            "data__format": "text",
+            "data__columns": {"text": "source"},
+            "data__eval_rows": 0,
+        },
+        "cogumi.compare_with: data.format: all of a held-out example is learned, so there is no prompt to complete",
+    ),
     "few rows": (
         {"data__eval_rows": 5, "cogumi__gate": "not_worse"},
         "by 5 held-out rows no model is told better or worse, so cogumi.gate decides nothing; set it to 100, to 6",

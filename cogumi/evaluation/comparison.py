@@ -152,16 +152,18 @@ def read_held_out(
     if run.cogumi.environment is not None:
         message = "it scores its own episodes, and no completions of held-out prompts"
         raise UsageError(message, key="cogumi.environment", fix="compare by a configuration without one")
+    is_learned_whole = examples.held_out is not None and examples.prompts is None and run.cogumi.method != "gspo"
+    if is_learned_whole or run.data.format == "text":
+        message = "all of a held-out example is learned, so there is no prompt to complete"
+        raise UsageError(message, key="data.format", fix="compare by data with prompts and answers")
     if examples.held_out is None:
         raise UsageError("no rows are held out", key="data.eval_rows", fix="set it to 100 or more")
     if run.cogumi.method == "gspo":
         dataset = examples.held_out.dataset.select(range(min(rows, len(examples.held_out.dataset))))
         prompts = list(dataset["prompt"])
         _, ids = render_prompts(prompts, tokenizer, run.cogumi.thinking, examples.today, task_of(run).schemas)
-    elif examples.prompts is None:
-        message = "all of a held-out example is learned, so there is no prompt to complete"
-        raise UsageError(message, key="data.format", fix="compare by data with prompts and answers")
     else:
+        assert examples.prompts is not None
         dataset = examples.prompts
         prompts, ids = list(dataset["prompt"]), list(dataset["prompt_ids"])
     columns = {name: list(dataset[name]) for name in dataset.column_names if name not in ("prompt", "prompt_ids")}

@@ -334,10 +334,8 @@ def read_factors(adapter: Adapter) -> tuple[Span, ...]:
     with safe_open(adapter.weights, framework="pt") as weights:
         for name in sorted(names):
             if not name.startswith(PREFIX) or OTHER_NAMES.search(name):
-                problem = f"adapter {path}: {name} is not a name that PEFT writes"
-                raise UsageError(
-                    problem, fix=OTHER_FORMAT if OTHER_NAMES.search(name) else "save it with save_pretrained"
-                )
+                fix = OTHER_FORMAT if OTHER_NAMES.search(name) else "save it with save_pretrained"
+                raise UsageError(f"adapter {path}: {name} is not a name that PEFT writes", fix=fix)
             tensor = weights.get_tensor(name)
             if tensor.dtype not in FLOAT_DTYPES.values():
                 raise UsageError(f"adapter {path}: {name} is {tensor.dtype}", fix="convert it to float32")

@@ -102,9 +102,8 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
                 sizes = [size for size in zip(sides, span.shape, needed, strict=True) if size[1] != size[2]]
                 message += ": " + " and ".join(f"{side} is {a}, not {b}" for side, a, b in sizes)
                 if [side for side, _, _ in sizes] == ["rank"]:
-                    raise adapter.refused(
-                        message, fix="set r or rank_pattern in its adapter_config.json to the trained rank"
-                    )
+                    fix = "set r or rank_pattern in its adapter_config.json to the trained rank"
+                    raise adapter.refused(message, fix=fix)
             rows = resized_rows(layers.get_base_model(), key, span.shape, needed)
             if rows is not None:
                 message += f"; it resized the vocabulary to {rows} and does not bring the embedding of that"
@@ -263,9 +262,7 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
 @cache
 def is_bypassed(kind: Any, leaf: str) -> bool:
     """Return whether modules of a class read the weight of a layer and never call it: PEFT's update has no effect there."""
-    if (
-        leaf == "dt_proj"
-    ):  # Mamba's, which transformers 4 calls without its kernels: where nobody does, the update is zero
+    if leaf == "dt_proj":  # Mamba's: transformers 4 calls it, and where nobody does the trained update is zero
         return False
     source = inspect.getsource(kind)
     is_read = re.search(rf"\bself\.{leaf}\.weight\b(?!\.(dtype|device|shape))", source) is not None

@@ -252,9 +252,7 @@ def with_model_names(
         match, module = FACTOR.fullmatch(name), module_of(name)
         if module in of_experts:
             if match is None:
-                problem = (
-                    f"{name} is of a kind that no stack of experts has, and only lora_A and lora_B of experts merge"
-                )
+                problem = f"{name} is not of lora_A or lora_B, which alone merge into a stack of experts"
                 raise adapter.refused(problem, fix=as_written(adapter.config))
             continue
         targets = renamed.get(module, (module,))

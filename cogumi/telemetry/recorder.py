@@ -433,7 +433,9 @@ def record_run(run_dir: Path, resumed: bool = False) -> Iterator[None]:
             log.debug("the traceback:", exc_info=error)
             if "cause" in known or isinstance(error, UserCodeError):
                 place = relative_path(str(run_dir / "run.log"))
-                error.add_note(f"{TRACEBACK_IN}{place}; once the cause is mended, the same command continues the run")
+                has_saved = any((run_dir / "checkpoints").glob("checkpoint-*"))
+                again = "continues the run" if has_saved else "starts the run again"
+                error.add_note(f"{TRACEBACK_IN}{place}; once the cause is mended, the same command {again}")
         if torch.cuda.is_initialized() and (health := read_gpu_health(torch.cuda.get_device_properties().uuid)):
             known["gpu_memory"] = {str(pid): size for pid, size in health.processes.items()}
         try:
