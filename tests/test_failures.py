@@ -79,7 +79,9 @@ def test_a_failed_run_names_its_known_cause_and_whether_to_try_again(
     assert done.returncode == code, done.stderr[-3000:]
     is_short = cause is not None or "RewardError" in error  # else nobody knows what it was
     assert ("Traceback" in done.stderr) is not is_short, done.stderr
-    said = "cogumi: the traceback is in run/run.log; once the cause is mended, the same command starts the run again"
+    # Where memory runs out, the last finished step is saved.
+    again = "continues the run" if cause == "cuda-out-of-memory" else "starts the run again"
+    said = f"cogumi: the traceback is in run/run.log; once the cause is mended, the same command {again}"
     assert (said in done.stderr) is is_short
     assert "Traceback" in (tmp_path / "run" / "run.log").read_text()
     assert (tmp_path / "run").exists(), done.stderr
