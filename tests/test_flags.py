@@ -452,6 +452,14 @@ def test_causes_of_ratios_outside_the_clip(shares: tuple[float, float | None], c
     assert flag.evidence.startswith("80% of the ratios of steps")
 
 
+def test_a_rate_that_is_too_small_is_not_to_be_lower_for_the_clip() -> None:
+    rows = rows_of([0.01] * 40, **{"policy/clipped_ratio_fraction": 0.8, "policy/staleness": 64.0})
+    setting = replace(GSPO, learning_rate=1e-7, max_steps=40, spacings_per_rate=100.0)
+    knobs = {flag.name: flag.knob for flag in judge(RunHistory(setting, rows[:10], rows[10:]))}
+    assert knobs["clip fraction"] == "train.epsilon, higher"
+    assert knobs["update size"] == "train.learning_rate, higher"
+
+
 def test_completions_that_grow_until_they_are_cut_have_another_cause_and_more_time() -> None:
     grows = [0.1] * 20 + [0.95] * 40
     assert "without an end" in red(rl(**{"completions/clipped_ratio": grows})).cause

@@ -86,6 +86,11 @@ class RunSettings:
     rollout: int = 0
     spacings_per_rate: float = 0.0
 
+    @property
+    def update_size(self) -> float:
+        """The whole run's update in spacings of bfloat16 weights, as Adam moves a weight; 0 where it is not known."""
+        return self.learning_rate * self.max_steps * self.spacings_per_rate
+
 
 @dataclass(frozen=True)
 class PairLosses:

@@ -160,10 +160,10 @@ def adapter_moves(run: RunHistory) -> Flag | None:
 def update_size(run: RunHistory) -> Flag | None:
     """Judge rate x steps, by which Adam moves a weight, against bfloat16's spacing, until the loss falls or the reward rises."""
     steps, rate, is_rl = run.setting.max_steps, run.setting.learning_rate, run.setting.method == "gspo"
-    if not run.setting.spacings_per_rate or run.step < min(FIRST_FIGURES, steps):
+    size = run.setting.update_size
+    if not size or run.step < min(FIRST_FIGURES, steps):
         return None
     values = [-reward for reward in run.series("reward", rollouts(run))[1]] if is_rl else run.series("loss")[1]
-    size = rate * steps * run.setting.spacings_per_rate
     level: Level = "green"
     evidence = f"{steps} steps at {rate:g} move weights by {size:.2g} of their bfloat16 spacing"
     if size < SMALL_UPDATE and not (held_out_fell(run) or (values and fall(values).is_by(LOSS_FALL_SHARE))):
@@ -456,7 +456,11 @@ def clip_fraction(run: RunHistory) -> Flag | None:
         return None
     clipped, by_rounding = statistics.fmean(shares), run.series("policy/clipped_by_rounding")[1]
     evidence = f"{clipped:.0%} of the ratios of steps {steps[0]} to {steps[-1]} are outside the clip"
-    why = "updates move the ratios by more than the clip", "train.learning_rate, lower"
+    is_small = 0 < run.setting.update_size < SMALL_UPDATE  # a lower rate would learn nothing
+    why = (
+        "updates move the ratios by more than the clip",
+        f"train.{'epsilon, higher' if is_small else 'learning_rate, lower'}",
+    )
     if by_rounding:
         evidence += f", {by_rounding[0]:.0%} by rounding alone"
         if by_rounding[0] > clipped / 2:
