@@ -21,7 +21,6 @@ from benchmarks.harness import Row
 CPU = {
     "importing": "commands:importing",
     "smoke": "commands:smoke",
-    "preflight": "commands:preflight",
 } | {name: f"{name}:run" for name in ("gspo_step", "gspo_learning", "overhead", "panel", "sandbox")}
 # Not in `cpu`: six minutes to half an hour each; merge takes 14 GB of disk, faults and data 10 GB, merge_check 7 GB.
 ALONE = {

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.harness import ROOT, Row, row
+from benchmarks.harness import ROOT, Row, python, row, run_process
 from benchmarks.smollm2 import convert
 
 FOLDER = ROOT / "runs" / "real"
@@ -202,6 +202,41 @@ print(json.dumps([answer.outputs[0].text for answer in answers]))
 """
 
 
+PLAIN = """
+import json, sys, time
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+class Clock(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        print(time.monotonic(), flush=True)
+model, data, out, values = sys.argv[1:]
+rows = load_dataset("json", data_files=data, split="train")
+rows = rows.map(lambda row: {"prompt": row["messages"][:1], "completion": row["messages"][1:]}, remove_columns="messages")
+SFTTrainer(AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+           SFTConfig(out, report_to="none", save_strategy="no", bf16=False, **json.loads(values)), train_dataset=rows,
+           peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"), callbacks=[Clock()]).train()
+"""
+
+
+def beside_trl() -> Iterator[Row]:
+    """Twenty steps of SFT with all that surrounds them, and by TRL alone: seconds in and outside of steps 2 to 20, memory."""
+    config, run, file = config_of("sft", 2e-4, 20), FOLDER / "beside-trl", FOLDER / "beside-trl.yaml"
+    file.write_text(yaml.safe_dump(config | {"cogumi": config["cogumi"] | {"run_dir": str(run)}}))
+    values = json.dumps(config["train"])
+    plain = run_process(python(PLAIN, MODEL, DATA / "sft.jsonl", FOLDER / "plain-trl", values))
+    ours = run_process([sys.executable, "-m", "cogumi", "train", str(file)])
+    metrics = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    marks = [[each["time"] for each in metrics if "loss" in each], [float(line) for line in plain.output.split()]]
+    steps = [times[-1] - times[0] for times in marks]
+    around = [done.seconds - inside for done, inside in zip((ours, plain), steps, strict=True)]
+    note = f"{steps[0]:.1f} and {steps[1]:.1f} s; processes {ours.seconds:.1f} and {plain.seconds:.1f} s"
+    yield row("real", "beside TRL", "steps 2 to 20, ratio", steps[0] / steps[1], target="<= 1.03", note=note)
+    yield row("real", "beside TRL", "before and after them, more", around[0] - around[1], "s", target="<= 20")
+    yield row("real", "beside TRL", "peak memory, ratio", ours.resident / plain.resident, target="<= 1.1")
+
+
 def checked(case: str, metric: str, value: float | str | None, good: bool, note: str = "") -> Row:
     return row("real", case, metric, value, ok=good, note=note)
 
@@ -228,27 +263,25 @@ def run_rows(case: str, config: dict[str, Any], before: Path, *wanted: str) -> I
 
 
 def run(quick: bool = False) -> Iterator[Row]:
-    """`quick`: one seed."""
+    """`quick`: one seed. GSPO, five minutes, has one in any case."""
     prepare()
     for seed in SEEDS[:1] if quick else SEEDS:
-        sft, gspo = f"sft-seed-{seed}", f"gspo-seed-{seed}"
-        yield from run_rows(sft, config_of("sft", 2e-4, 20, train__seed=seed), MODEL)
-        start = FOLDER / sft / "merged"
-        config = config_of("gspo", 1e-4, 16, train__seed=seed, model__name=str(start))
-        yield from run_rows(gspo, config, start, BETTER, UNCHANGED)  # sixteen steps; the comparison below says more
-        models = [MODEL, FOLDER / sft, FOLDER / gspo]
-        answer = cogumi("compare", *models, "--config", FOLDER / f"{gspo}.yaml", "--score", "exact_answer", "--json")
-        means = list(json.loads(answer.stdout)["means"]["exact_answer"].values()) if answer.returncode == 0 else []
-        note = ", ".join(f"{mean:.3f}" for mean in means) or answer.stderr[-300:]
-        yield checked(
-            f"seed {seed}", "cogumi compare: base < SFT < GSPO", len(means), sorted(set(means)) == means != [], note
-        )
+        yield from run_rows(f"sft-seed-{seed}", config_of("sft", 2e-4, 20, train__seed=seed), MODEL)
     start = FOLDER / "sft-seed-1" / "merged"
+    config = config_of("gspo", 1e-4, 16, train__seed=1, model__name=str(start))
+    yield from run_rows("gspo-seed-1", config, start, BETTER, UNCHANGED)  # sixteen steps; the comparison says more
+    models = [MODEL, *sorted(FOLDER.glob("sft-seed-?")), FOLDER / "gspo-seed-1"]
+    answer = cogumi("compare", *models, "--config", FOLDER / "gspo-seed-1.yaml", "--score", "exact_answer", "--json")
+    means = list(json.loads(answer.stdout)["means"]["exact_answer"].values()) if answer.returncode == 0 else []
+    right = bool(means) and means[0] < min(means[1:]) and means[1] < means[-1]
+    note = ", ".join(f"{mean:.3f}" for mean in means) or answer.stderr[-300:]
+    yield checked("compare", "base < SFT of each seed, SFT of seed 1 < GSPO", len(means), right, note)
     yield from run_rows("dpo", config_of("dpo", 1e-4, 20), MODEL)
     yield from run_rows("sft-bfloat16", config_of("sft", 2e-4, 20, model__dtype="bfloat16"), MODEL)
     hard, _, done = train("gspo-too-hard", config_of("gspo", 1e-4, 6, "hard", model__name=str(start)))
     said = [line for line in (hard / "run.log").read_text().splitlines() if "reward varies" in line]
     yield checked("gspo-too-hard", "said to learn nothing", done.returncode, bool(said), (said or [""])[-1][24:])
+    yield from beside_trl()
     yield from resumed()
     yield from exported(FOLDER / "gspo-seed-1")
     yield from served(start)

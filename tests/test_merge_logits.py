@@ -326,8 +326,8 @@ def test_the_scale_may_lack_what_storing_took_and_no_more(bases: Callable[[str],
     before = tensors_of(base)
     edited(merged, tmp_path / "merged", lambda name, tensor: before[name].lerp(tensor, 0.97))
     assert not check_one(adapter, tmp_path / "merged", base).passed
-    assert not check_one(adapter, tmp_path / "merged", base, kept=1.0).passed
-    assert check_one(adapter, tmp_path / "merged", base, kept=0.97).passed
+    assert not check_one(adapter, tmp_path / "merged", base, retained=1.0).passed
+    assert check_one(adapter, tmp_path / "merged", base, retained=0.97).passed
 
 
 def test_a_directory_is_compared_in_float32_where_memory_has_room(

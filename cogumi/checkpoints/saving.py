@@ -271,7 +271,7 @@ class Saver:
         known = self.findings.get(path)
         if known is not None and known.state != "verified":
             return known
-        finding = inspect(path, whole=known is None)
+        finding = inspect(path, check_all=known is None)
         if finding.state != "verified":
             log.warning("%s is damaged, and one more stays in its place: %s", path, finding.reason)
         self.findings[path] = finding

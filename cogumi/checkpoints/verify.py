@@ -62,10 +62,10 @@ class CheckpointState:
     bytes: int
 
 
-def inspect(directory: Path, whole: bool = True) -> CheckpointState:
+def inspect(directory: Path, check_all: bool = True) -> CheckpointState:
     """Look at a checkpoint; reads all of it (about a second a GB). Raises UsageError unless it is named checkpoint-STEP.
 
-    whole: without it names and sizes are checked, and no file is read. Then verified means that it was when it was
+    check_all: without it names and sizes are checked, and no file is read. Then verified means that it was when it was
     saved, for which there is a manifest (`cogumi.checkpoints.commit`); a byte that changed since is not seen.
     What cannot be read is rejected with the system's reason, for a resume would not be able to read it either.
     """
@@ -78,8 +78,8 @@ def inspect(directory: Path, whole: bool = True) -> CheckpointState:
         files, weight = list_manifest_files(directory), bytes_of(directory)
         manifest = read_manifest(directory)
         if manifest is not None:
-            check_listed(manifest, files, step, whole)
-        if whole:
+            check_listed(manifest, files, step, check_all)
+        if check_all:
             check_complete(files)
             if manifest is None:
                 check_readable(files, step)

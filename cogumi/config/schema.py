@@ -498,9 +498,9 @@ def refuse_other_step(run: RunConfig, origins: Origins) -> None:
             raise origins.error(message, f"train.{key}", "drop one of the two")
     count, size = run.cogumi.process_count, batch or 1
     if step and (step % size or step % count):
-        each = f" for each of {count} processes" if count > 1 else ""
+        per_process = f" for each of {count} processes" if count > 1 else ""
         unit = f"micro-batches of {batch}" if batch else "examples"
-        message = f"cogumi.examples_per_step {step} is no whole number of {unit}{each}"
+        message = f"cogumi.examples_per_step {step} is no whole number of {unit}{per_process}"
         drop = ", or drop train.per_device_train_batch_size" if step % count == 0 else ""
         fix = f"set {step + size * count - step % (size * count)}{drop}"
         raise origins.error(message, "cogumi.examples_per_step", fix)

@@ -124,10 +124,10 @@ def explain_text(text: str) -> Explanation:
 def known_cause(text: str) -> dict[str, Any]:
     """Return `cause`, `fix` and `retriable` of what ended a process, from its output; {} if that is no known failure."""
     fatal = {signature.name for signature in signatures() if signature.fatal}
-    found = next((found for found in explain(text) if found.name in fatal), None)
-    if found is None:
+    match = next((match for match in explain(text) if match.name in fatal), None)
+    if match is None:
         return {}
-    return {"cause": f"{found.name}: {found.cause}", "fix": found.fix, "retriable": found.name in TRANSIENT}
+    return {"cause": f"{match.name}: {match.cause}", "fix": match.fix, "retriable": match.name in TRANSIENT}
 
 
 def known_death(code: int, oom_kills: int, output: str) -> dict[str, Any]:

@@ -379,13 +379,13 @@ def _write(sources: Sequence[Source], selection: Selection, out: Path) -> None:
         train, held_out = _tokenize(sources, states, out)
         used = sum(count[TRAIN] for count in counts)
         trained = [source for source in sources if source.weight]
-        own = [source for source in sources if not source.weight]
+        eval_sources = [source for source in sources if not source.weight]
         of_trained = counts[: len(trained)]  # the file of data.eval_source is the last
         name = trained[0].name if len(trained) == 1 else f"{len(trained)} sources"
-        held_out_name = f"{own[0].name} (data.eval_source)" if own else "held out (data.eval_rows)"
+        held_out_name = f"{eval_sources[0].name} (data.eval_source)" if eval_sources else "held out (data.eval_rows)"
         is_part = any(count[UNUSED] for count in of_trained)
         note = f"{used:,} of {sum(map(sum, of_trained)):,} rows chosen" if is_part else ""
-        has_held_out = own or selection.eval_rows or held_out.files
+        has_held_out = eval_sources or selection.eval_rows or held_out.files
         if not has_held_out:  # a default that makes no example refuses no run
             for reason, dropped in held_out.dropped.items():
                 train.count(reason, dropped)

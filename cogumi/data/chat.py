@@ -378,8 +378,8 @@ def read_conversation(row: dict[str, Any], learn: str = "turns") -> Conversation
     if last == 0:
         raise BadRow("with nothing before the answer")
     _refuse_empty_prompt(messages)
-    asked = (index for index, message in enumerate(messages[:last]) if message["role"] in ("user", "tool"))
-    prompt_length = {"completion": last, "all": 0}.get(learn, next(asked, 1))
+    request_turns = (index for index, message in enumerate(messages[:last]) if message["role"] in ("user", "tool"))
+    prompt_length = {"completion": last, "all": 0}.get(learn, next(request_turns, 1))
     _refuse_empty_answers(messages[prompt_length:])
     return Conversation(messages, _read_tools(row.get("tools")), prompt_length)
 
@@ -419,8 +419,8 @@ def _holds(side: Sequence[Message], prompt: Side) -> bool:
     """Tell whether a conversation contains the text of a prompt, or its messages one after the other."""
     if isinstance(prompt, str):
         return " ".join(prompt.split()) in " ".join(" ".join(turn["content"] for turn in side).split())
-    turns, asked = _stripped(side), _stripped(prompt)
-    return any(turns[at : at + len(asked)] == asked for at in range(len(turns)))
+    turns, prompt_turns = _stripped(side), _stripped(prompt)
+    return any(turns[at : at + len(prompt_turns)] == prompt_turns for at in range(len(turns)))
 
 
 def read_document(row: dict[str, Any]) -> str:

@@ -148,10 +148,10 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
             how = f"data.format: {other} reads them"
         fix = f"the data has {', '.join(names) or 'none'}: {how}"
         raise UsageError(f"{format} needs the columns {needed}", key="data.format", fix=fix)
-    asked = next((name for name in PROMPT_NAMES if name in names), None)  # else a shared start is the prompt
-    if asked and format == "preference" and "prompt" not in available:
-        fix = f"set data.columns.prompt: {asked} (or rename that column if both answers repeat the prompt)"
-        raise UsageError(f"{asked!r} would be ignored, and there is no `prompt`", key="data.columns", fix=fix)
+    prompt_name = next((name for name in PROMPT_NAMES if name in names), None)  # else a shared start is the prompt
+    if prompt_name and format == "preference" and "prompt" not in available:
+        fix = f"set data.columns.prompt: {prompt_name} (or rename that column if both answers repeat the prompt)"
+        raise UsageError(f"{prompt_name!r} would be ignored, and there is no `prompt`", key="data.columns", fix=fix)
     beside = () if format in ("fim", "text") else ("tools", *MEDIA)
     used = [*shape, *OPTIONAL.get(shape[0], ()), *beside, *rewarded_columns(options)]
     for name in options.columns:

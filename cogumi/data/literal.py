@@ -118,10 +118,10 @@ class LiteralText:
 
     def without_tags(self, prompt: str, *answers: str) -> list[str]:
         """Return texts without the tags of calls, and of a thought that begins an answer, or that the prompt opens."""
-        asked = prompt.rstrip().removesuffix(OPEN)
-        opened = OPEN if asked != prompt.rstrip() else ""
+        prompt_text = prompt.rstrip().removesuffix(OPEN)
+        opened = OPEN if prompt_text != prompt.rstrip() else ""
         parts = [split_thought(opened + answer) if OPEN in self.controls else ("", answer) for answer in answers]
-        return [asked, *(text for thought, answer in parts for text in (thought or "", CALL.sub(r"\2", answer)))]
+        return [prompt_text, *(text for thought, answer in parts for text in (thought or "", CALL.sub(r"\2", answer)))]
 
     def restore(self, text: str) -> str:
         """Return rendered text as the copy reads it."""

@@ -117,8 +117,8 @@ def _probe_row(model: Any, documents: list[list[int]], pad_token_id: int) -> tup
         device = next(model.parameters()).device
         tensors = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
         logits = model(**tensors, use_cache=False).logits.float()
-        each = logits if len(logits) == len(rows) else logits[0].split([sum(map(len, row)) for row in rows])
-        return torch.cat([one[: sum(map(len, row))] for one, row in zip(each, rows, strict=True)])
+        row_logits = logits if len(logits) == len(rows) else logits[0].split([sum(map(len, row)) for row in rows])
+        return torch.cat([one[: sum(map(len, row))] for one, row in zip(row_logits, rows, strict=True)])
 
     packed_rows = (documents, documents[:1])
     packed = logits_of(row_collator(model, flat), *packed_rows)

@@ -159,14 +159,14 @@ def _record_batches(file: Path, columns: Sequence[str], originals: bool, optiona
 def _keys_of_all(file: Path) -> list[str]:
     """Return the keys of all records of a JSON-lines file, those of a long one also from the cache."""
     identity = hashlib.sha256(json.dumps(files_identity([file])).encode()).hexdigest()
-    kept = Path(platformdirs.user_cache_dir("cogumi"), "columns", f"{identity}.json")
+    cached = Path(platformdirs.user_cache_dir("cogumi"), "columns", f"{identity}.json")
     with suppress(OSError, ValueError):
-        return list(json.loads(kept.read_text(encoding="utf-8")))
+        return list(json.loads(cached.read_text(encoding="utf-8")))
     keys = list(dict.fromkeys(chain.from_iterable(map(_keys, _record_blocks(file)))))
     if file.stat().st_size > BATCH_BYTES:
         with best_effort("keep the names of the columns"):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(kept, json.dumps(keys))
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(cached, json.dumps(keys))
     return keys
 
 

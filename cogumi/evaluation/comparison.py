@@ -100,9 +100,9 @@ def compare_models(
         [f"below {MIN_ROWS} prompts the sign test has to tell them apart as well"] if len(prompts) < MIN_ROWS else []
     )
     notes += [note for name, place in models.items() if (note := describe_other_data(name, Path(place), examples))]
-    asked = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
+    questions = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
     answers = list(map(str, columns["answer"])) if "answer" in columns else None
-    return Comparison(asked, answers, written, scored, tuple(notes))
+    return Comparison(questions, answers, written, scored, tuple(notes))
 
 
 def complete(model: Any, tokenizer: Any, ids: list[list[int]], length: int, stops: Sequence[str]) -> list[str]:

@@ -190,8 +190,8 @@ def measure_pairs(trainer: Any, ranks: Ranks) -> PairLosses | None:
     logged_metrics(trainer, "eval").clear()  # between two evaluations there are none
     if not is_finite or (len(differences) < MIN_PAIRS and t < CLEAR_T):
         return None  # the flag for finite numbers reports those that are not
-    own = statistics.fmean(own_losses)
-    return PairLosses(own, own + statistics.fmean(differences), t, trainer.state.global_step)
+    own_mean = statistics.fmean(own_losses)
+    return PairLosses(own_mean, own_mean + statistics.fmean(differences), t, trainer.state.global_step)
 
 
 def count_planned_examples(trainer: Any) -> float:

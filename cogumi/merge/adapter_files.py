@@ -197,8 +197,8 @@ def resolve_adapter(path: Path) -> Adapter:
         raise UsageError(problem, fix="save one adapter in a directory of its own")
     if config.get("ensure_weight_tying") and not isinstance(config.get("target_modules"), str):
         # PEFT leaves the tied head out of the names that it saves, and finds it again beside an `embed_tokens` alone.
-        for key, own in (("target_modules", "lm_head.lora_A.weight"), ("modules_to_save", "lm_head.weight")):
-            if f"{PREFIX}{own}" in standard.values() and "lm_head" not in (config.get(key) or ()):
+        for key, tensor_name in (("target_modules", "lm_head.lora_A.weight"), ("modules_to_save", "lm_head.weight")):
+            if f"{PREFIX}{tensor_name}" in standard.values() and "lm_head" not in (config.get(key) or ()):
                 config[key] = [*(config.get(key) or ()), "lm_head"]
     adapter = Adapter(path, config, (), directory=path)
     is_stacked = any(len(s.shape) == 3 and ".experts." in s.name and FACTOR.fullmatch(standard[s.name]) for s in spans)

@@ -109,8 +109,8 @@ def certify(
         gguf = find_gguf(gguf)
     manifest = read_json(merged / MANIFEST_NAME) if (merged / MANIFEST_NAME).is_file() else {}
     source = resolve_adapter(find_adapter(adapter))
-    whole = resolve_base(source, base, None, manifest.get("base_mode", "full"))
-    part = as_installed(source, whole, manifest.get("expert_layout"))
+    full_base = resolve_base(source, base, None, manifest.get("base_mode", "full"))
+    part = as_installed(source, full_base, manifest.get("expert_layout"))
     subjects = {
         "adapter": hash_adapter(source.path),
         "merged": {file.name: blake3_file(file) for file in sorted(merged.glob("*.safetensors"))},
@@ -118,26 +118,26 @@ def certify(
     steps = [check_files(merged, manifest, subjects["adapter"])]
     pair, reference = "trained model, merged model", None
     try:
-        witness = check_witness(part, whole, merged)
+        witness = check_witness(part, full_base, merged)
         missing = "no record of its logits is beside the adapter"
         steps.append(Step(pair, witness.passed, str(witness)) if witness else Step(pair, None, missing))
     except NotCompared as error:
         steps.append(Step(pair, None, str(error)))
     try:
         pair = "adapter on its base, merged model"
-        reference, check = compare_pair(part, whole.path, merged, answers)
+        reference, check = compare_pair(part, full_base.path, merged, answers)
         steps.append(Step(pair, check.passed, str(check)))
         if answers:
             pair = "the owner's answers, merged model"
-            given = check_answers(answers, [part.directory], whole.path, merged)
-            steps.append(Step(pair, given.passed, str(given)))
+            answer_check = check_answers(answers, [part.directory], full_base.path, merged)
+            steps.append(Step(pair, answer_check.passed, str(answer_check)))
     except NotCompared as error:
         steps.append(Step(pair, None, str(error)))
     if gguf is not None:
         subjects["gguf"] = {gguf.name: blake3_file(gguf)}
         steps += check_export(gguf, merged, reference)
     kind = f"{len(answers)} prompts of {prompts.name}" if prompts else "a built-in text"
-    certificate = Certificate(tuple(steps), subjects, whole.name, kind)
+    certificate = Certificate(tuple(steps), subjects, full_base.name, kind)
     if not certificate.passed:
         (merged / CERTIFICATE_NAME).unlink(missing_ok=True)  # an earlier one, which no longer holds
     else:

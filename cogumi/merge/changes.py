@@ -216,9 +216,9 @@ class LayerChanges:
         """
         if has_tokens and getattr(layer, "bias", None) is not None:
             raise self.adapter.refused(f"PEFT trains tokens of {parameter} without the bias that it has")
-        own = {name for name, _ in layer.named_parameters()} | {name for name, _ in layer.named_children()}
+        member_names = {name for name, _ in layer.named_parameters()} | {name for name, _ in layer.named_children()}
         has_rule = isinstance(layer, nn.Embedding) and type(layer).forward is not nn.Embedding.forward
-        if own - {"weight", "bias"} or (has_rule and not hasattr(layer, "embed_scale")):
+        if member_names - {"weight", "bias"} or (has_rule and not hasattr(layer, "embed_scale")):
             rule = f"{parameter} is a {type(layer).__name__}, which does more than multiply by its weight"
             raise self.adapter.refused(f"{rule}: PEFT's update is added behind that, where no weight is")
 
@@ -229,11 +229,11 @@ def check_saved_embedding(adapter: Adapter, base: Base, changes: Changes, span: 
     The rows that it shares with the base's must be equal. A resized embedding replaces the base's, and a tied head's that
     has no change of its own. A module trained whole, or a tied head's tokens, may be saved twice, with equal values.
     """
-    module, _, own = span.name.removeprefix(PREFIX).rpartition(".")
+    module, _, leaf = span.name.removeprefix(PREFIX).rpartition(".")
     module = re.sub(r"(\.modules_to_save|\.original_module|\.token_adapter)?(\.base_layer)?$", "", module)
-    parameter = f"{module}.{'weight' if own == 'trainable_tokens_delta' else own}"
+    parameter = f"{module}.{'weight' if leaf == 'trainable_tokens_delta' else leaf}"
     change = changes.parameters.get(parameter, Change())
-    if adapter.config.get("bias") == "all" and "bias" in own + module and change == Change():
+    if adapter.config.get("bias") == "all" and "bias" in leaf + module and change == Change():
         if parameter in checkpoint.sizes:  # PEFT up to 0.20 trained all with "bias" in the name, and saved buffers, too
             changes.parameters[parameter] = Change(whole=span)
         return

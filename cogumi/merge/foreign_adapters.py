@@ -129,7 +129,7 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
         unknown = modules - known
         parameters = {name for name, _ in model.named_parameters()}
         renamed: dict[str, tuple[str, ...]] = {}
-        found: dict[str, Expert] = {}
+        by_module: dict[str, Expert] = {}
         text = text_sides(model)[0][0].rpartition(".")[0]
         others = {module: (module, other_name(module), TEXT_PART.sub(f"{text}.", module)) for module in unknown}
         names = {f"{name}.weight": module for module in unknown for name in others[module]}
@@ -141,15 +141,15 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
                 renamed[module] = (parameter.removesuffix(".weight"),)
             elif patterns and number and parameter in parameters:
                 part = patterns.index(str(pattern))
-                found[module] = Expert(module, parameter, int(number[1]), axis=2, part=part, parts=len(patterns))
-        for module in unknown - renamed.keys() - found.keys():
+                by_module[module] = Expert(module, parameter, int(number[1]), axis=2, part=part, parts=len(patterns))
+        for module in unknown - renamed.keys() - by_module.keys():
             if expert := expert_of_stack(model, module, parameters) or part_of_layer(model, module, known):
-                found[module] = expert
+                by_module[module] = expert
             elif layers := split_layers(model, module, known):
                 renamed[module] = layers
             elif (stack := f"{model.base_model_prefix}.{module}") in known:  # transformers puts it before weights alone
                 renamed[module] = (stack,)
-        experts = [found[module] for module in sorted(found)]
+        experts = [by_module[module] for module in sorted(by_module)]
         if len(renamed) + len(experts) == len(unknown):
             return renamed, experts, model
         first = first or (renamed, experts, model)
@@ -282,8 +282,8 @@ def with_model_names(
     config |= {"target_modules": sorted(scalings.keys() & kinds), "lora_dropout": 0}  # which no parameter has
     config["target_parameters"] = config.get("target_parameters") or sorted(scalings.keys() - kinds)
     if saved := config.get("modules_to_save"):  # by their whole names: PEFT takes all that end with a name
-        whole = [module for module in plain if any(f"{name}." in f"{module}." for name in saved)]
-        config["modules_to_save"] = sorted(target for module in whole for target in renamed.get(module, (module,)))
+        saving = [module for module in plain if any(f"{name}." in f"{module}." for name in saved)]
+        config["modules_to_save"] = sorted(target for module in saving for target in renamed.get(module, (module,)))
     if experts or has_patterns:
         # The most frequent is the default: PEFT tries every pattern on every module.
         (rank, alpha), _ = Counter(scalings.values()).most_common(1)[0]

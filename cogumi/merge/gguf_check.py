@@ -156,13 +156,13 @@ class Conversion:
         for pattern, replacement in RENAMED:
             name = re.sub(pattern, replacement, name)
         first = self.config.get("num_hidden_layers", 0)
-        name = re.sub(r"^(?:model\.)?mtp\.layers\.(\d+)", lambda found: f"model.layers.{first + int(found[1])}", name)
+        name = re.sub(r"^(?:model\.)?mtp\.layers\.(\d+)", lambda match: f"model.layers.{first + int(match[1])}", name)
         name = re.sub(r"^mtp\.", f"model.layers.{first}.", name)
         places = [name, name.removeprefix("transformer."), name.removeprefix("model."), f"model.{name}"]
         places.append(re.sub(r"^.*layers\.(\d+)\.\w+\.experts\.", r"model.layers.\1.mlp.experts.", name))
         if not self.config.get("num_local_experts"):  # granite.py: the shared part of no experts is the whole
-            whole = re.sub(r"mlp\.shared_expert\.(?=(gate|up)_proj)", "mlp.", name)
-            places.insert(0, whole.replace("shared_mlp.output_linear", "mlp.down_proj"))
+            dense_name = re.sub(r"mlp\.shared_expert\.(?=(gate|up)_proj)", "mlp.", name)
+            places.insert(0, dense_name.replace("shared_mlp.output_linear", "mlp.down_proj"))
         hits = (self.names.get_name(place, try_suffixes=(".weight", ".bias")) for place in places)
         return next(filter(None, hits), None)
 
@@ -173,8 +173,8 @@ class Conversion:
             names = [name]
         else:
             names = [name.removesuffix(end) + piece for piece in SPLIT[end]]
-        found = [target for target in map(self.gguf_name, names) if target]
-        return found or ["output.weight"] * name.endswith("lm_head.weight")  # Gemma's classes have none
+        tensor_names = [target for target in map(self.gguf_name, names) if target]
+        return tensor_names or ["output.weight"] * name.endswith("lm_head.weight")  # Gemma's classes have none
 
     def split(self, name: str, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Return the pieces of a stored tensor, in the order of `pieces`."""
@@ -241,10 +241,10 @@ class Conversion:
         axis, before = 1 if part == "out_proj" else 0, 0
         if part in ("in_proj_qkv", "conv1d"):
             before = 2 * keys * self.config["linear_key_head_dim"]
-        kept, moved = tensor.split([before, tensor.shape[axis] - before], dim=axis)
+        fixed, moved = tensor.split([before, tensor.shape[axis] - before], dim=axis)
         order = torch.arange(values).reshape(keys, -1).T.flatten()
         moved = moved.unflatten(axis, (values, -1)).index_select(axis, order).flatten(axis, axis + 1)
-        return torch.cat([kept, moved], dim=axis)
+        return torch.cat([fixed, moved], dim=axis)
 
     def rotary_factors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that llama.cpp takes from the file and the converter computes from the rotary parameters."""
@@ -333,7 +333,7 @@ def count_blocks(path: Path, merged: Path, reader: Any) -> int:
     """Return the number of blocks. Raises MergeError where the file's counts are not of its tensors."""
     architecture = reader.fields["general.architecture"].contents()
     names = [tensor.name for tensor in reader.tensors]
-    blocks = {int(found[1]) for found in (re.match(r"blk\.(\d+)\.", name) for name in names) if found}
+    blocks = {int(match[1]) for match in (re.match(r"blk\.(\d+)\.", name) for name in names) if match}
     predicting = sum(name.endswith(".nextn.eh_proj.weight") for name in names)
     for key, count in (("block_count", len(blocks)), ("nextn_predict_layers", predicting)):
         number = reader.fields.get(f"{architecture}.{key}")

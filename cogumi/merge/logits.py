@@ -190,10 +190,10 @@ def runnable_experts(model: Any) -> Iterator[None]:
             inner.set_experts_implementation(before)
 
 
-def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept: float | None = None) -> LogitCheck:
+def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, retained: float | None = None) -> LogitCheck:
     """Run a merged model on the reference's tokens. Raises UsageError where its logits have another shape.
 
-    stored: the dtype that its weights were rounded to. kept: the share of the update in them.
+    stored: the dtype that its weights were rounded to. retained: the share of the update in them.
     """
     logits, live = run_model(merged, reference.input_ids), reference.live
     if logits.shape[:-1] != live.shape[:-1]:
@@ -202,7 +202,7 @@ def compare_logits(reference: Reference, merged: Any, stored: torch.dtype, kept:
     measured, moved = rms(live, logits), rms(live, reference.base)
     bound = rounding_bound(merged, live, reference.dtype, stored)
     # A difference at right angles to the movement lengthens it by half its square.
-    lost = 0.0 if kept is None else max(0.0, 1 - kept)
+    lost = 0.0 if retained is None else max(0.0, 1 - retained)
     scale_bound = SCALE_ERROR + lost + (measured / moved) ** 2 / 2 if moved > bound else None
     size = min(live.shape[-1], logits.shape[-1])
     same = (live[..., :size].argmax(-1) == logits[..., :size].argmax(-1)).double().mean().item()
@@ -236,7 +236,7 @@ def check_directory(
     merged: Path,
     base: str | Path,
     input_ids: torch.Tensor | None = None,
-    kept: float | None = None,
+    retained: float | None = None,
 ) -> LogitCheck:
     """Compare a merged directory with base + adapters, on the CPU, one model at a time.
 
@@ -244,7 +244,7 @@ def check_directory(
     Otherwise in the dtype that the merged model is stored in.
 
     adapters: PEFT's directories with their weights. base: the full-precision base, a directory or a hub id in the cache.
-    input_ids: int64 [batch, sequence], by default prompt_tokens. kept: the share of the update that the merge stored.
+    input_ids: int64 [batch, sequence], by default prompt_tokens. retained: the share of the update that the merge stored.
     Raises NotCompared.
     """
     from transformers import AutoConfig
@@ -260,8 +260,10 @@ def check_directory(
     if loader.dtype.itemsize < torch.float32.itemsize:
         exact = replace(loader, dtype=torch.float32)
         with suppress(NotCompared):
-            return compare_directory(record_directory(adapters, source, merged, input_ids, exact), merged, exact, kept)
-    return compare_directory(record_directory(adapters, source, merged, input_ids, loader), merged, loader, kept)
+            return compare_directory(
+                record_directory(adapters, source, merged, input_ids, exact), merged, exact, retained
+            )
+    return compare_directory(record_directory(adapters, source, merged, input_ids, loader), merged, loader, retained)
 
 
 def loader_of(adapters: Sequence[Path], merged: Path) -> Loader:
@@ -271,8 +273,8 @@ def loader_of(adapters: Sequence[Path], merged: Path) -> Loader:
     config = AutoConfig.from_pretrained(merged)
     names = [span.name for path in adapters for span in read_shard(path / ADAPTER_WEIGHTS).spans]
     kind = adapted_class(config, names)
-    if (given := getattr(kind, "main_input_name", "input_ids")) != "input_ids":
-        raise NotCompared(f"{kind.__name__} takes {given}, and a comparison gives tokens alone")
+    if (input_name := getattr(kind, "main_input_name", "input_ids")) != "input_ids":
+        raise NotCompared(f"{kind.__name__} takes {input_name}, and a comparison gives tokens alone")
     try:
         config.get_text_config()
     except ValueError as error:
@@ -314,10 +316,10 @@ def adapted(
             raise NotCompared(f"{name} with the adapter does not run on these tokens: {one_line(error)}") from error
 
 
-def compare_directory(reference: Reference, merged: Path, loader: Loader, kept: float | None = None) -> LogitCheck:
+def compare_directory(reference: Reference, merged: Path, loader: Loader, retained: float | None = None) -> LogitCheck:
     """Load a merged directory and compare it with what was recorded. Raises NotCompared."""
     with loaded(merged, loader, merged, reference.live.numel()) as model:
-        return compare_logits(reference, model, measure_directory(merged)[1], kept)
+        return compare_logits(reference, model, measure_directory(merged)[1], retained)
 
 
 @contextmanager

@@ -168,18 +168,18 @@ def merge_adapter(
     show_stage(progress, "reading the adapter and its base")
     pairs = weighted(adapter)
     adapters = [(resolve_adapter(path), weight) for path, weight in pairs]
-    given = None if base is None else os.fspath(base)
-    source_base = resolve_base(adapters[0][0], given, base_revision, base_mode)
+    base_name = None if base is None else os.fspath(base)
+    source_base = resolve_base(adapters[0][0], base_name, base_revision, base_mode)
     for part, _ in adapters[1:]:
-        check_further_base(part, source_base, given, base_revision, base_mode)
+        check_further_base(part, source_base, base_name, base_revision, base_mode)
     adapters = [(as_installed(part, source_base, expert_layout), weight) for part, weight in adapters]
     if expert_layout is not None and not any(part.reading for part, _ in adapters):
         raise UsageError("no adapter changes stacked experts", key="--expert-layout", fix="leave it out")
     plan = build_plan(adapters, source_base, "keep" if dtype == "auto" else dtype)
     if plan.missing and (verify == "logits" or answers is not None):
-        asked = "witness" if answers is not None else "verify='logits'"
-        fix = f"leave {asked} out, or complete the base"
-        raise UsageError(f"{asked} loads base {source_base.name}, and {plan.missing[0]}", fix=fix)
+        option = "witness" if answers is not None else "verify='logits'"
+        fix = f"leave {option} out, or complete the base"
+        raise UsageError(f"{option} loads base {source_base.name}, and {plan.missing[0]}", fix=fix)
     refuse_second_merge(plan)
     refuse_raw_factors(plan)
     settings = WriteSettings(target, options | {"expert_layout": expert_layout}, answers, workers, progress)
@@ -270,7 +270,7 @@ def describe_loss(plan: MergePlan, retained: float | None, verb: str) -> str:
 
 
 def run_models(
-    plan: MergePlan, merged: Path, verify: str, answers: list[Answer] | None, kept: float | None
+    plan: MergePlan, merged: Path, verify: str, answers: list[Answer] | None, retained: float | None
 ) -> dict[str, Any]:
     """Compare a merged directory with base + adapter, with what was recorded in training, and with an owner's answers.
 
@@ -279,11 +279,11 @@ def run_models(
     base, parts = plan.base.path, [(part.directory, weight) for part, weight in plan.adapters]
     checks: dict[str, Any] = dict.fromkeys(("logits", "witness", "answers"))
     if verify == "logits":
-        checks["logits"] = check_directory(parts, merged, base, kept=kept)
+        checks["logits"] = check_directory(parts, merged, base, retained=retained)
     (first, weight), *others = plan.adapters
     if weight == 1 and not others and not plan.missing:  # else the loaded model has random tensors
         try:
-            checks["witness"] = check_witness(first, plan.base, merged, kept)
+            checks["witness"] = check_witness(first, plan.base, merged, retained)
         except NotCompared as error:
             log.warning("the record of the trained model's logits was not compared: %s", error)
     if answers is not None:

@@ -83,28 +83,28 @@ def settle_tokenizer(directory: Path, base: Path) -> None:
     A changed one gets names that transformers 4 and 5 know, and the base's settings that 5 loses. No changes are
     TRANSIENT_SETTINGS, a missing template, and the end token for padding where the base has none, except in a classifier.
     """
-    own, theirs = (
+    stored, theirs = (
         {name: path.read_bytes() for name, path in glob_files(place, TOKENIZER_FILES + TEMPLATE_FILES).items()}
         for place in (directory, base)
     )
-    if own == theirs or not glob_files(directory, VOCABULARY_FILES):
+    if stored == theirs or not glob_files(directory, VOCABULARY_FILES):
         return
     files = None
     if glob_files(base, VOCABULARY_FILES):
         with best_effort(f"compare the tokenizers of {directory} and {base}"):
             is_classifier = any("Classification" in path.read_text() for path in directory.glob("config.json"))
-            files = settled_files(own, theirs, base, is_classifier)
-    files = files or own | portable_settings(tokenizer_config(directory))
-    for name in own:
+            files = settled_files(stored, theirs, base, is_classifier)
+    files = files or stored | portable_settings(tokenizer_config(directory))
+    for name in stored:
         (directory / name).unlink()
     for name, content in files.items():
         (directory / name).parent.mkdir(exist_ok=True)
         write_synced(directory / name, content)
 
 
-def settled_files(own: Files, theirs: Files, base: Path, is_classifier: bool) -> Files | None:
+def settled_files(stored: Files, theirs: Files, base: Path, is_classifier: bool) -> Files | None:
     """Return the files of settle_tokenizer; None for a changed tokenizer that transformers loads as another class."""
-    (ours,) = as_loaded(own, base, times=1)
+    (ours,) = as_loaded(stored, base, times=1)
     (known,) = as_loaded(theirs, base, times=1)
     if changed_keys(ours, known):  # transformers loses some settings when it saves, such as add_bos_token
         known = min(known, as_loaded(theirs, base, times=2)[1], key=lambda state: len(changed_keys(ours, state)))
@@ -113,9 +113,11 @@ def settled_files(own: Files, theirs: Files, base: Path, is_classifier: bool) ->
         changed -= set() if is_classifier else {"pad_token"}
     if "tokenizer.json" not in changed:
         changed = {key for key in changed if key in ours or not key.endswith(TEMPLATE_ENDS)}
-        own = own | {name: content for name, content in theirs.items() if name == "tokenizer.json"}
-    elif "tokenizer.json" in own and json.loads(own["tokenizer.json"]) | UNPADDED != json.loads(own["tokenizer.json"]):
-        own = own | {"tokenizer.json": json.dumps(json.loads(own["tokenizer.json"]) | UNPADDED).encode()}
+        stored = stored | {name: content for name, content in theirs.items() if name == "tokenizer.json"}
+    elif "tokenizer.json" in stored and json.loads(stored["tokenizer.json"]) | UNPADDED != json.loads(
+        stored["tokenizer.json"]
+    ):
+        stored = stored | {"tokenizer.json": json.dumps(json.loads(stored["tokenizer.json"]) | UNPADDED).encode()}
     if not changed:
         return theirs
     if ours["tokenizer_class"] != known["tokenizer_class"]:
@@ -127,7 +129,7 @@ def settled_files(own: Files, theirs: Files, base: Path, is_classifier: bool) ->
     settings |= {key: ours[key] for key in outdated & ours.keys() if "." not in key}
     more_tokens = ours.get("extra_special_tokens", []) if "extra_special_tokens" in changed else []
     templates = {key: content for key, content in ours.items() if key.endswith(TEMPLATE_ENDS)}
-    return own | templates | portable_settings(settings, more_tokens)
+    return stored | templates | portable_settings(settings, more_tokens)
 
 
 def as_loaded(files: Files, base: Path, times: int) -> list[dict[str, Any]]:

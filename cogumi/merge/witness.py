@@ -128,8 +128,8 @@ def read_witness(adapter: Path) -> tuple[Reference, dict[str, str]] | None:
         raise UsageError(f"{path} is damaged: {one_line(error)}", fix=fix) from error
 
 
-def check_witness(adapter: Adapter, base: Base, merged: Path, kept: float | None = None) -> WitnessCheck | None:
-    """Run a merged directory on the recorded tokens; None without a record. kept: see compare_logits. Raises NotCompared."""
+def check_witness(adapter: Adapter, base: Base, merged: Path, retained: float | None = None) -> WitnessCheck | None:
+    """Run a merged directory on the recorded tokens; None without a record. retained: see compare_logits. Raises NotCompared."""
     witness = read_witness(adapter.path)
     if witness is None:
         return None
@@ -152,7 +152,7 @@ def check_witness(adapter: Adapter, base: Base, merged: Path, kept: float | None
     if not quantized:
         bound = rounding_bound(model, reference.live, reference.dtype, measure_directory(merged)[1])
         if moved > bound:
-            lost = 0.0 if kept is None else max(0.0, 1 - kept)
+            lost = 0.0 if retained is None else max(0.0, 1 - retained)
             scale_bound = SCALE_ERROR + lost + ALONG * measured / moved
     return WitnessCheck(facts["trained_with"], reference.followed(logits, start), measured, bound, scale_bound)
 
@@ -218,10 +218,10 @@ def read_answers(path: Path, key: str = "--witness") -> list[Answer]:
 def encode_answer(tokenizer: Any, answer: Answer) -> tuple[torch.Tensor, int]:
     """Return token ids [1, length] of prompt and answer, and the length of the prompt."""
     text, special = answer.text(tokenizer), isinstance(answer.prompt, str)  # a chat template writes its own
-    start, whole = (without_end(tokenizer, part, special) for part in (text, text + answer.answer))
-    if whole[: len(start)] != start:  # a token spans both
-        whole = start + tokenizer(answer.answer, add_special_tokens=False)["input_ids"]
-    return torch.tensor([whole]), len(start)
+    start, full = (without_end(tokenizer, part, special) for part in (text, text + answer.answer))
+    if full[: len(start)] != start:  # a token spans both
+        full = start + tokenizer(answer.answer, add_special_tokens=False)["input_ids"]
+    return torch.tensor([full]), len(start)
 
 
 def without_end(tokenizer: Any, text: str, special: bool) -> list[int]:

@@ -118,10 +118,10 @@ def list_folders(store: Store) -> dict[str, list[str]]:
         folder, _, name = path.removeprefix(f"{store.root}/").rpartition("/")
         if NEEDED.fullmatch(name):
             files.setdefault(folder, []).append(name)
-    whole = newest_first(name for name in files if CHECKPOINT_NAME.fullmatch(name) and MANIFEST_NAME in files[name])
+    complete = newest_first(name for name in files if CHECKPOINT_NAME.fullmatch(name) and MANIFEST_NAME in files[name])
     # Beside checkpoints it is a mirror's, where the manifest comes last: without one its upload did not end.
-    final = ["adapter"] if not whole or MANIFEST_NAME in files.get("adapter", ()) else []
-    folders = {name: files[name] for name in ("", *final, *whole) if CONFIG in files.get(name, ())}
+    final = ["adapter"] if not complete or MANIFEST_NAME in files.get("adapter", ()) else []
+    folders = {name: files[name] for name in ("", *final, *complete) if CONFIG in files.get(name, ())}
     if not folders:
         fix = "name a directory, a repository or a mirror that holds a LoRA adapter"
         raise UsageError(f"{store.name} holds no {CONFIG}, nor a whole checkpoint with one", fix=fix)

@@ -347,8 +347,8 @@ def halve_micro_batch(run: RunConfig, config: Any) -> RunConfig | None:
         write_section(place, gspo.BATCH, planned | parts | {"per_device_train_batch_size": size})
         return run
     choice = Choice(MICRO_BATCH, size, reason)
-    kept = [entry for entry in read_section(place, SETTINGS) if entry["key"] != MICRO_BATCH]
-    write_section(place, SETTINGS, [*kept, asdict(choice)])
+    settings = [entry for entry in read_section(place, SETTINGS) if entry["key"] != MICRO_BATCH]
+    write_section(place, SETTINGS, [*settings, asdict(choice)])
     return with_values(run, [choice])
 
 

@@ -193,9 +193,11 @@ def cast_unquantized(model: Any, dtype: torch.dtype) -> None:
     """
     if not any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
         return
-    kept = float32_modules(model, dtype)
+    skipped = float32_modules(model, dtype)
     for name, parameter in model.named_parameters():
-        if parameter.dtype in (torch.float32, torch.float16, torch.bfloat16) and not any(part in name for part in kept):
+        if parameter.dtype in (torch.float32, torch.float16, torch.bfloat16) and not any(
+            part in name for part in skipped
+        ):
             parameter.data = parameter.data.to(dtype)
 
 

@@ -64,7 +64,7 @@ def take_snapshot(run_dir: Path, checkpoints: int | None = INSPECTED_CHECKPOINTS
         curves=figures.read_curves(run_dir / "metrics.jsonl"),
         judged=run_status.read_json_or_empty(run_dir / "flags.json"),
         samples=read_newest_samples(run_dir),
-        checkpoints=[state for state in (inspect(path, whole=False) for path in newest) if state.path.exists()],
+        checkpoints=[state for state in (inspect(path, check_all=False) for path in newest) if state.path.exists()],
         disk=describe_disk(run_dir, status),
     )
 

@@ -289,9 +289,9 @@ def as_annotated(reward: Any) -> Any:
             converters[name] = functools.partial(messages_of, role=role)
 
     def convert(columns: Mapping[str, Any]) -> dict[str, Any]:
-        own = {name: value if name in SHARED else copy.deepcopy(value) for name, value in columns.items()}
-        own = {name: list(value) if isinstance(value, list) else value for name, value in own.items()}
-        return own | {name: list(map(converters[name], own[name])) for name in converters if name in own}
+        inputs = {name: value if name in SHARED else copy.deepcopy(value) for name, value in columns.items()}
+        inputs = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
+        return inputs | {name: list(map(converters[name], inputs[name])) for name in converters if name in inputs}
 
     return with_columns(reward, convert)
 

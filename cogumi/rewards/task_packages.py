@@ -52,7 +52,7 @@ def reasoning_gym(
     answers = [ANSWER.findall(text) for text in texts]
     if log_metric is not None:
         log_metric("reasoning_gym/tagged", sum(map(bool, answers)) / max(len(answers), 1))
-    read = [[(found or [text])[-1].strip()] for found, text in zip(answers, texts, strict=True)]
+    read = [[(matches or [text])[-1].strip()] for matches, text in zip(answers, texts, strict=True)]
     return _score("reasoning_gym", zip(record, read, strict=True))
 
 
@@ -69,11 +69,11 @@ def verifiers(completions: Sequence[Completion], record: Sequence[Record], **kwa
 def _score(package: str, groups: Iterable[tuple[Record, list[str]]]) -> list[float | None]:
     scores: list[float | None] = []
     for row, texts in groups:
-        found: Any = [None] * len(texts)
+        group_scores: Any = [None] * len(texts)
         if row.get("package") == package:
             task = itemgetter("package", "task", "options", "entry")(row)
-            found = call_apart(package, SECONDS[package], score_texts, *task, texts)
-        scores += [math.nan] * len(texts) if found == LATE else found
+            group_scores = call_apart(package, SECONDS[package], score_texts, *task, texts)
+        scores += [math.nan] * len(texts) if group_scores == LATE else group_scores
     return scores
 
 

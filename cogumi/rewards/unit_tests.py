@@ -43,9 +43,9 @@ def unit_tests(
     """
     size, joined = len(completions), join_tests(tests, entry_point)
     columns = zip(completions, joined, prefix or [None] * size, suffix or [None] * size, strict=True)
-    sources = [None if not each.strip() else (source_of(text_of(done), before, after), each)
-               for done, each, before, after in columns]  # fmt: skip
-    numbers = [number for number, each in enumerate(sources) if each is not None]
+    sources = [None if not test_source.strip() else (source_of(text_of(done), before, after), test_source)
+               for done, test_source, before, after in columns]  # fmt: skip
+    numbers = [number for number, test_source in enumerate(sources) if test_source is not None]
     results = run_tests([source for source in sources if source is not None])
     scores: list[float | None] = [None] * size
     for number, (score, _) in zip(numbers, results, strict=True):
@@ -83,8 +83,8 @@ def run_tests(
     keys = [secrets.token_hex(16) for _ in sources]
     scratch_files = []
     for (code, tests), key, more in zip(sources, keys, files or [{}] * len(keys), strict=True):
-        given = json.dumps({"code": code, "tests": tests, "key": key})
-        scratch_files.append({unit_test_program.GIVEN: given, **more})
+        request = json.dumps({"code": code, "tests": tests, "key": key})
+        scratch_files.append({unit_test_program.GIVEN: request, **more})
     program = Path(unit_test_program.__file__).read_text()
     results = default_sandbox().run_all([program] * len(keys), scratch_files, keep=[unit_test_program.VERDICT])
     scored = []

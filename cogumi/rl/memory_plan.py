@@ -99,8 +99,8 @@ def count_documents(documents_per_step: int | None, prompts_per_step: int | None
     documents = prompts_per_step * num_generations if prompts_per_step else documents_per_step
     assert documents is not None
     if documents_per_step not in (None, documents):
-        asked = f"cogumi.prompts_per_step {prompts_per_step} x train.num_generations {num_generations} is {documents}"
-        raise UsageError(f"cogumi.docs_per_step is {documents_per_step}, and {asked}", fix="drop one of the two")
+        product = f"cogumi.prompts_per_step {prompts_per_step} x train.num_generations {num_generations} is {documents}"
+        raise UsageError(f"cogumi.docs_per_step is {documents_per_step}, and {product}", fix="drop one of the two")
     return documents
 
 

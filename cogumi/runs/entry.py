@@ -129,8 +129,8 @@ def validate_config(config: Config, overrides: Mapping[str, Any], for_training: 
         hint = f"; there is {Path(name).parent / near}" if near else ""
         fix = "give a directory that is there, or a hub id (owner/name)"
         raise origins.error(f"no model at {name!r}: there is no such directory{hint}", "model.name", fix)
-    own = (("source", run.data.source), ("eval_source", run.data.eval_source))
-    for key, source in (*own, *(("mix", part.source) for part in run.data.mix)):
+    own_files = (("source", run.data.source), ("eval_source", run.data.eval_source))
+    for key, source in (*own_files, *(("mix", part.source) for part in run.data.mix)):
         try:
             if source is not None:
                 refuse_missing(source)

@@ -77,8 +77,8 @@ def find_offers(sky: str | None, infras: Sequence[str], run: RunConfig) -> Itera
         try:
             accelerators = json.loads(listing.stdout[listing.stdout.index("{") :])
         except ValueError:
-            said = " ".join((listing.stderr or listing.stdout).split())
-            raise RunFailed(f"sky gpus list --infra {infra}: {said[-400:]}") from None
+            message = " ".join((listing.stderr or listing.stdout).split())
+            raise RunFailed(f"sky gpus list --infra {infra}: {message[-400:]}") from None
         for row in (row for rows in accelerators.values() for row in rows):
             card = match_card(row["accelerator_name"], row["device_memory"] or 0.0)
             if card is not None and row["accelerator_count"] == run.cogumi.process_count and row["price"] > 0:
@@ -133,11 +133,11 @@ def find_files(run: RunConfig) -> dict[str, str]:
     for value in (token.value for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)):
         if value in (run.data.source, run.model.name) or (set("/.") & set(value) and value != str(run.run_dir)):
             place = re.sub(r"(\.py):\w+$", r"\1", value)  # file.py:function
-            for found in map(Path, [place] if os.path.exists(place) else glob.glob(place)):
-                if found.is_absolute() or ".." in found.parts:
+            for local_path in map(Path, [place] if os.path.exists(place) else glob.glob(place)):
+                if local_path.is_absolute() or ".." in local_path.parts:
                     fix = "move it below this directory and give the relative path, or name it on the hub"
-                    raise UsageError(f"the box would not have {found}, which is not below {Path.cwd()}", fix=fix)
-                files[f"~/sky_workdir/{found}"] = str(found.absolute())
+                    raise UsageError(f"the box would not have {local_path}, which is not below {Path.cwd()}", fix=fix)
+                files[f"~/sky_workdir/{local_path}"] = str(local_path.absolute())
     return files
 
 

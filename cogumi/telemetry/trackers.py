@@ -117,8 +117,8 @@ def survive_errors(callback: Any) -> None:
                     callback.tb_writer = None  # it would fail at each call; the next row gets a new one
                 broken = not is_full
                 if not warned:
-                    what = "'s file does not fit on the disk" if is_full else f": {quote_error(error)}"
-                    log.warning("%s%s; training continues without it", name, what)
+                    problem = "'s file does not fit on the disk" if is_full else f": {quote_error(error)}"
+                    log.warning("%s%s; training continues without it", name, problem)
                 warned = True
 
         return call
@@ -163,8 +163,8 @@ def begin_trackers(run_dir: Path, trainer: Any) -> None:
         space = args.trackio_space_id or os.environ.get("TRACKIO_SPACE_ID")
         urls["trackio"] = space and callback.SPACE_URL.format(space_id=space)
     if wandbs or trackios:
-        kept = {"name": args.run_name, "project": args.project, "urls": {at: url for at, url in urls.items() if url}}
-        write_section(run_dir / DECISIONS, SECTION, known | kept)
+        record = {"name": args.run_name, "project": args.project, "urls": {at: url for at, url in urls.items() if url}}
+        write_section(run_dir / DECISIONS, SECTION, known | record)
 
 
 @contextmanager

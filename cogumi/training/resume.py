@@ -85,8 +85,8 @@ def lock_run(run_dir: Path) -> Iterator[None]:
 
 def refuse_mirror_of_itself(run_dir: Path, mirror: str) -> None:
     """Raise UsageError for a mirror that is the run directory, or one of the two inside the other."""
-    here, there = run_dir.resolve(), Path(mirror).resolve()
-    if "://" not in mirror and (here == there or here in there.parents or there in here.parents):
+    here, mirror_path = run_dir.resolve(), Path(mirror).resolve()
+    if "://" not in mirror and (here == mirror_path or here in mirror_path.parents or mirror_path in here.parents):
         reason, fix = f"{mirror} and the run directory {run_dir} are lost together", "name a place outside of it"
         raise UsageError(reason, key="cogumi.mirror", fix=fix)
 
