@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def train(name: str, config: dict[str, Any]) -> tuple[Path, float, subprocess.Co
 # ----------------------------------------------------------------------------------- the witness: transformers and PEFT alone
 
 
+@cache
 def witness(model: Path, adapter: Path | None = None) -> list[tuple[float, float, float]]:
     """Return for each question: mean log-likelihood of the right answer, less that of the wordy one, and 1 if it is answered."""
     import torch
@@ -160,15 +162,12 @@ def first_runs(quick: bool = False) -> Iterator[Row]:
     prepare()
     if not (FOLDER / "start" / "merged").exists():
         train("start", config_of("sft", 2e-4, 20))
-    befores: dict[Path, list[tuple[float, float, float]]] = {}
     for method, rate, steps, data in FIRST_RUNS[5:6] if quick else FIRST_RUNS:
         name = f"{method}-{rate:.0e}-{steps}{data and '-' + data}"
         config = config_of(method, rate, steps, data, **SMALLER[method])
         run, seconds, _ = train(name, config)
         base = Path(config["model"]["name"])
-        if base not in befores:
-            befores[base] = witness(base)
-        before, after = befores[base], witness(base, run / "adapter") if (run / "adapter").exists() else None
+        before, after = witness(base), witness(base, run / "adapter") if (run / "adapter").exists() else None
         at, person, change = METHODS.index(method), WORSE, math.nan
         if after is not None:
             person, change = judge([each[at] for each in before], [each[at] for each in after])
