@@ -493,6 +493,7 @@ def test_a_reward_that_does_not_rise_is_told_and_one_that_falls_fails(end: float
     (check,) = check_reward(RunHistory(setting, rows[:10], rows[10:]))
     assert str(check).startswith(mark)
     assert says in check.figure
+    assert ("cogumi compare base RUN" in check.fix) == (mark == "warn")
     assert not check_reward(RunHistory(setting, rows[:5], []))
 
 

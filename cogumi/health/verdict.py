@@ -276,8 +276,10 @@ def check_reward(run: RunHistory) -> list[Check]:
     if len(run.series("reward", rollouts(run))[1]) < FEW_LOSS_ROWS:
         return []
     answer, figure = judge_reward(run)
-    fix = "a task that is answered at times, more steps or examples a step, or another train.learning_rate"
     fell, unclear = answer is Scale.NO, answer is Scale.NOT_SHOWN
+    fix = "a task that is answered at times, more steps or examples a step, or another train.learning_rate"
+    if unclear:  # each rollout has other prompts, whose difficulty is most of the noise
+        fix = f"`cogumi compare base RUN` tells it by the same held-out prompts; for more of a rise {fix}"
     return [Check("reward", figure, "no fall beyond noise", not fell, fix, warning=unclear)]
 
 
