@@ -62,7 +62,7 @@ test-torch27: .venv-torch27/lane
 test-skypilot: .venv/test .venv-skypilot/lane
 	PATH="$$PATH:$(CURDIR)/.venv-skypilot/bin" $(PYTHON_IN) -m pytest tests/test_launch.py
 
-# Not part of `make test`: the whole path on SmolLM2-135M, 25 minutes on two cores (docs/real-model.md).
+# Not part of `make test`: the whole path on SmolLM2-135M, about half an hour on two cores (docs/real-model.md).
 real: .venv/test .real/packages
 	PYTHONPATH=.real $(PYTHON_IN) -m benchmarks real
 
