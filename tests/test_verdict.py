@@ -497,6 +497,25 @@ def test_a_reward_that_does_not_rise_is_told_and_one_that_falls_fails(end: float
     assert not check_reward(RunHistory(setting, rows[:5], []))
 
 
+def test_a_reward_that_halves_in_a_short_run_has_fallen() -> None:
+    """GSPO of the small base at 5e-3, which answers 18 % instead of 35 % of other questions after it."""
+    rewards = (1.36, 1.0, 1.04, 0.78, 1.14, 1.07, 1.1, 1.05, 1.36, 1.01, 1.0, 1.07, 1.02, 0.99, 0.49, 0.66, 0.58, 0.55,
+               0.45, 0.78, 1.04, 0.63, 0.6, 0.49)  # fmt: skip
+    rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards, 1)]
+    (check,) = check_reward(RunHistory(RunSettings("gspo", 5e-3, 24, 8, 1000), rows[:10], rows[10:]))
+    assert not check.passed
+    assert check.figure.startswith("the reward fell from 1.040 to 0.615 in 24 rollouts")
+
+
+def test_noise_is_seldom_called_a_change_of_the_reward() -> None:
+    draw, setting, calls = random.Random(1), RunSettings("gspo", 1e-5, 24, 8, 1000), 0
+    for _ in range(300):
+        rows = [{"step": step, "reward": draw.gauss()} for step in range(1, 25)]
+        (check,) = check_reward(RunHistory(setting, rows[:10], rows[10:]))
+        calls += not check.warning
+    assert calls <= 6  # 2 %
+
+
 def test_a_run_resumed_with_other_versions_says_which(sft: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from cogumi.checkpoints import manifest
 
