@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,7 +19,7 @@ import cogumi
 from cogumi.config.schema import load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, read_jsonl, this_process, write_json
-from cogumi.evaluation import comparison
+from cogumi.evaluation import comparison, held_out_reward
 from cogumi.evaluation.paired import Comparison
 from cogumi.evaluation.saved_models import read_setup
 from cogumi.health.verdict import Check
@@ -333,3 +334,46 @@ def test_a_run_without_a_verdict_is_started_from_with_a_warning(
     (line,) = [line for line in (result.run_dir / "run.log").read_text().splitlines() if "no verdict" in line]
     assert "WARNING" in line
     assert str(before) in line
+
+
+def test_gspo_says_whether_held_out_prompts_are_answered_better(
+    finished_gspo: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_out_reward, "PAID_SHARE", 2.0)
+    values = yaml.safe_load((finished_gspo.home / "config.yaml").read_text())
+    values["data"]["eval_rows"] = 60
+    values["cogumi"] |= {"run_dir": str(tmp_path / "run"), "merge": False}
+    run_dir = cogumi.train(values).run_dir
+    (check,) = [check for check in read_json(run_dir / "verdict.json")["checks"] if check["name"] == "held-out reward"]
+    models = {"base": "base", "run": str(run_dir)}
+    compared = comparison.compare_models(models, load_config(run_dir / "config.yaml"), 200, ["rewards"])
+    assert read_json(run_dir / "decisions.json")["held_out_reward"]["before"] == compared.scores["rewards"]["base"]
+    before, after = (compared.mean("rewards", name) for name in models)
+    assert check["figure"].startswith(f"{before:.4g} before, {after:.4g} after, ")
+
+
+@pytest.mark.parametrize(("change", "mark"), [(0.5, "pass"), (-0.5, "FAIL"), (0.0, "warn")])
+def test_a_held_out_reward_that_fell_fails(
+    change: float, mark: str, finished_gspo: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [0.1 * (row % 5) for row in range(40)]
+    write_json(tmp_path / "decisions.json", {"held_out_reward": {"before": [*before, "nan"]}})
+    after = [reward + change * (row % 3) for row, reward in enumerate(before)]
+    monkeypatch.setattr(held_out_reward, "score_prompts", lambda *_: [*after, 1.0])
+    run = load_config(finished_gspo.home / "config.yaml", cogumi__run_dir=tmp_path)
+    (check,) = held_out_reward.check_after(run, None, None, cast(Any, None))
+    assert str(check).startswith(mark)
+    assert "greedy answers to 40 prompts" in check.figure
+
+
+def test_a_run_of_few_completions_or_with_another_comparison_scores_no_prompts(finished_gspo: FinishedRun) -> None:
+    run = load_config(finished_gspo.home / "config.yaml")
+    dataset = SimpleNamespace(dataset=range(100))
+    args = SimpleNamespace(per_device_train_batch_size=64, gradient_accumulation_steps=1, max_steps=20)
+    trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(num_processes=1))
+    examples = cast(Any, SimpleNamespace(held_out=dataset))
+    assert held_out_reward.count_prompts(run, trainer, examples) == 64
+    other = load_config(finished_gspo.home / "config.yaml", cogumi__compare_with="base")
+    assert held_out_reward.count_prompts(other, trainer, examples) == 0
+    args.max_steps = 9  # 28 prompts
+    assert held_out_reward.count_prompts(run, trainer, examples) == 0

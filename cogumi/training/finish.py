@@ -21,6 +21,7 @@ from cogumi.core.errors import DiskFull, UsageError, best_effort
 from cogumi.core.formatting import format_bytes, one_line
 from cogumi.core.liveness import beat
 from cogumi.core.run_directory import DECISIONS, read_json, read_section, write_atomic, write_json, write_section
+from cogumi.evaluation.held_out_reward import NAME as HELD_OUT_REWARD
 from cogumi.health.flags import red_flags
 from cogumi.health.verdict import (
     RAISED,
@@ -378,7 +379,9 @@ def make_verdict(fitted: TrainingOutcome) -> Verdict:
     checks += [Check(flag.name, flag.evidence, "judged", False, "read run.log") for flag in raised]
     checks += attempt("held-out completions", check_completions, sentinel.run(), sentinel.flags)
     if sentinel.method == "gspo" and ended is None:
-        checks += attempt("reward", check_reward, sentinel.run())
+        is_measured = any(check.name == HELD_OUT_REWARD for check in checks)  # which tells more than rollouts
+        rollouts = attempt("reward", check_reward, sentinel.run())
+        checks += [check for check in rollouts if not (check.warning and is_measured)]
     if ended is not None and ended.state != SANITY_CHECKED:
         checks.append(Check(ended.state, ended.reason, "the training to its end", False, RESUME_HINTS[ended.state]))
     if sentinel.sanity is not None:

@@ -26,6 +26,7 @@ from cogumi.core.formatting import one_line
 from cogumi.core.notices import quiet_libraries, show_seconds
 from cogumi.core.output import survive_closed_terminal
 from cogumi.core.run_directory import DECISIONS, SAMPLES_FILE, create_run_dir, read_jsonl, write_atomic, write_section
+from cogumi.evaluation import held_out_reward
 from cogumi.evaluation.comparison import COMPARED, compare_result, refuse_incomparable
 from cogumi.evaluation.forgetting import check_forgetting
 from cogumi.forecast.preflight_report import Line
@@ -391,6 +392,7 @@ def train_and_save(
     if prompts is not None and not shared and not (run_dir / SAMPLES_FILE).exists():
         enter_stage(heart, "samples", "completions of held-out prompts before the first step")
         write_samples(run_dir, trainer.model, tokenizer, prompts, 0, sample_options(run, trainer))
+        held_out_reward.record_before(run, trainer, tokenizer, examples)
     enter_stage(heart, "train")
     fitted = fit(run, trainer, tokenizer, examples, heart, ranks)
     model = trainer.model
@@ -412,6 +414,9 @@ def train_and_save(
         step = trainer.state.global_step
         arguments = run_dir, model, tokenizer, prompts, step, sample_options(run, trainer)
         fitted.checks.extend(attempt("samples", write_samples, *arguments))
+        fitted.checks.extend(
+            attempt(held_out_reward.NAME, held_out_reward.check_after, run, model, tokenizer, examples)
+        )
     fitted.checks.extend(attempt("flags", fitted.sentinel.on_train_end))  # with the last held-out loss and samples
     live = None
     if adapter is not None and run.cogumi.merge and ended is None:
