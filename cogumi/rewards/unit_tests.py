@@ -1,11 +1,15 @@
 """The reward `unit_tests`: whether a completion passes the tests of its row, each in a process of the sandbox."""
 
+import ast
 import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from cogumi.core.errors import UsageError
@@ -16,12 +20,11 @@ from cogumi.sandbox import SandboxResult, default_sandbox
 
 # The last fence counts, as in open-r1: the ones before are drafts. One that never closes goes to the end.
 FENCE = re.compile(
-    r"^[ \t]*```[ \t]*(?:python|py|python3)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.I
+    r"^[ \t]*```[ \t]*(?:python|py|python3)[ \t\r]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.I
 )
 UNCALLED_CHECK = re.compile(r"^def check\((?!.*^check\()", re.MULTILINE | re.DOTALL)
-TEST = re.compile(
-    r"(?:^|; *)(?:assert|raise|for|while|with|if|try|def test|class \w+\(.*TestCase|[\w.]+(?: = .*)?\()", re.M
-)
+CHECK_NAMES = ("assert", "fail", "raises", "exit")
+"""Beginnings of the names of functions that end a test, such as assertEqual and assert_allclose."""
 ANY_FENCE = re.compile(FENCE.pattern.replace("(?:python|py|python3)", ""), re.MULTILINE | re.DOTALL)
 
 
@@ -58,19 +61,52 @@ def unit_tests(
 
 
 def join_tests(tests: Sequence[str | Sequence[str] | None], entry_point: Sequence[str | None] | None) -> list[str]:
-    """Return the source of each row's tests, "" without any. Raises UsageError for tests that every program passes."""
+    """Return the source of each row's tests, "" without any. Raises UsageError for tests that every program passes or fails."""
     cases = [case if isinstance(case, list | tuple) else [case] for case in tests]
     joined = ["\n".join(str(part) for part in parts if part is not None) for parts in cases]
     for number, name in enumerate(entry_point or [None] * len(joined)):
         if name is not None and UNCALLED_CHECK.search(joined[number]):
             joined[number] = f"{joined[number]}\ncheck({name})\n"
-        source = joined[number].strip()
-        if source and (UNCALLED_CHECK.search(source) or not TEST.search(source)):
-            begun = source.splitlines()[0]
-            message = f"every program would pass `tests` without an assert, test function or TestCase: {begun!r:.40}"
-            fix = "write Python; for tests that define check(candidate) set data.columns: {entry_point: entry_point}"
-            raise UsageError(f"unit_tests: {message}", key="cogumi.rewards", fix=fix)
+        if joined[number].strip() and (problem := problem_of_tests(joined[number])):
+            fix = "write plain asserts; for tests that define check(candidate) set data.columns: {entry_point: entry_point}"
+            raise UsageError(f"unit_tests: {problem}", key="cogumi.rewards", fix=fix)
     return joined
+
+
+@lru_cache(1024)
+def problem_of_tests(source: str) -> str:
+    """Explain why a row's tests say nothing about a program; "" if they do."""
+    begun = f"{source.strip().splitlines()[0]!r:.60}"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"no program could pass `tests` that are no Python ({error}): {begun}"
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    nodes = [node for statement in tree.body if is_run(statement, used) for node in ast.walk(statement)]
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare | ast.BoolOp):
+            return f"every program would pass `tests` that compare without an assert: {ast.unparse(statement):.60}"
+    if any(map(is_check, nodes)):
+        return ""
+    return f"every program would pass `tests` without an assert, test function or TestCase that is run: {begun}"
+
+
+def is_run(statement: ast.stmt, used: Container[str]) -> bool:
+    """Tell whether a statement of a module runs: of definitions tests without arguments, and those that are `used`."""
+    name, body = getattr(statement, "name", ""), getattr(statement, "body", ())
+    if isinstance(statement, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in statement.bases):
+        return any(getattr(part, "name", "").startswith("test") for part in body)
+    if isinstance(statement, ast.FunctionDef) and len(statement.args.args) == len(statement.args.defaults):
+        return name in used or name.startswith("test")
+    return not isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or name in used
+
+
+def is_check(node: ast.AST) -> bool:
+    """Tell whether a node may fail a test: an assert (of a tuple none), a raise, or a call such as self.assertEqual."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).rpartition(".")[2].startswith(CHECK_NAMES)
+    return isinstance(node, ast.Raise) or (isinstance(node, ast.Assert) and not isinstance(node.test, ast.Tuple))
 
 
 def run_tests(
@@ -99,4 +135,4 @@ def source_of(text: str, prefix: str | None, suffix: str | None) -> str:
     if prefix is not None or suffix is not None:
         return (prefix or "") + text + (suffix or "")
     blocks = FENCE.findall(text) or ANY_FENCE.findall(text)
-    return blocks[-1] if blocks else text
+    return dedent(blocks[-1]) if blocks else text
