@@ -15,6 +15,7 @@ import unicodedata
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -28,6 +29,8 @@ from cogumi.data.encoding import special_texts
 
 Completion = str | Sequence[dict[str, Any]]
 Reward = Callable[..., Sequence[float | None]]
+MAX_SCORE = 3.4e38
+"""TRL keeps scores as float32; one beyond its range would be infinite there."""
 
 
 def levenshtein_similarity(first: str, second: str) -> float:
@@ -77,9 +80,16 @@ def parses(
 NUMBER = re.compile(r"(?:\B-)?(?:(?<!/)\d+/\d+(?![\d/])|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?i:e[+-]?\d{1,3})?|\.\d+)")
 SPELLINGS = ((r"[−–]", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-# Around a number that is a part of something else: 3,5 and 1 1/2 and 10:30 and 2^3 and 3\sqrt{2}.
-PART_BEFORE = re.compile(r"(?:\d(?:[.:/'’_-]|[,;]?[ \u00a0\u202f]?)|[\^_×·]\{?|\}\{|\\sqrt\{?)\Z")
-PART_BEHIND = re.compile(r"\s*(?:[\^π√×½¼¾⅓⅔¹²³⁰-⁹⁺⁻]|\\(?:pi|sqrt|cdot|times|[dt]?frac))")
+# Around a number that is a part of something else: 3,5 and 1 1/2 and 10:30 and 2^3 and 3\sqrt{2} and 5 m2 and 2n+1.
+PART_BEFORE = re.compile(
+    r"(?:\d(?:[.:/'’_-]|\\?[,;]?[ \u00a0\u202f]?)(?:(?:and|or|to) )?(?:[a-z] ?= ?)?|[A-Za-z]"
+    r"|[\^_×·±√]\{?|\}\{|(?:\\sqrt|\\pm|mod|log|ln|sin|cos|tan) ?\{?"
+    r"|[\w)}\]](?: ?[+/] ?|\*+| [*<>] |-)|(?:[\d)}\]]|\b[a-z]) - )\Z"
+)
+PART_BEHIND = re.compile(
+    r"\s*(?:[\^π√×½¼¾⅓⅔¹²³⁰-⁹⁺⁻]|\\(?:pi|sqrt|cdot|times|[dt]?frac)|[*+-] ?(?:[a-z]\b|[\\(])|[<>] )"
+    r"|[inxyz](?![a-z])|[A-Za-z]+\d"
+)
 
 
 def last_number(text: str, alone: bool = False) -> Fraction | None:
@@ -91,7 +101,8 @@ def last_number(text: str, alone: bool = False) -> Fraction | None:
     if not numbers:
         return None
     start, end = numbers[-1].span()
-    if alone and (PART_BEFORE.search(text[:start]) or PART_BEHIND.match(text, end)):
+    is_compound = len(numbers) > 1 and numbers[0].start() == 0 and not re.search(r"[=#\n]", text)  # 5 hours 30 minutes
+    if alone and (is_compound or PART_BEFORE.search(text[:start]) or PART_BEHIND.match(text, end)):
         return None
     try:
         return Fraction(text[start:end].replace(",", ""))
@@ -211,7 +222,13 @@ def read_scores(reward: Any, answer: Any, count: int) -> list[float | None]:
     if problem:
         message = f"{getattr(reward, '__name__', type(reward).__name__)} returned {' '.join(problem.split())}"
         raise UsageError(message, key="cogumi.rewards", fix="return one number for each completion")
-    return [value if value is None else float(value) if math.isfinite(value) else math.nan for value in values]
+
+    def finite_or_nan(value: Any) -> float:
+        with suppress(OverflowError):  # of an integer beyond the range of floats
+            return float(value) if abs(float(value)) < MAX_SCORE else math.nan
+        return math.nan
+
+    return [value if value is None else finite_or_nan(value) for value in values]
 
 
 def with_columns(
