@@ -80,15 +80,13 @@ def parses(
 NUMBER = re.compile(r"(?:\B-)?(?:(?<!/)\d+/\d+(?![\d/])|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?i:e[+-]?\d{1,3})?|\.\d+)")
 SPELLINGS = ((r"[−–]", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-# Around a number that is a part of something else: 3,5 and 1 1/2 and 10:30 and 2^3 and 3\sqrt{2} and 5 m2 and 2n+1.
+# Around a number that is a part of something else: 3,5 and 10:30 and 3\sqrt{2} and 5 m2 and 2n+1 and 3 or 5.
+BEGINS_VALUE = re.compile(r"=|[.:!?] |\b(?:is|are)\b")
 PART_BEFORE = re.compile(
-    r"(?:\d(?:[.:/'’_-]|\\?[,;]?[ \u00a0\u202f]?)(?:(?:and|or|to) )?(?:[a-z] ?= ?)?|[A-Za-z]"
-    r"|[\^_×·±√]\{?|\}\{|(?:\\sqrt|\\pm|mod|log|ln|sin|cos|tan) ?\{?"
-    r"|[\w)}\]](?: ?[+/] ?|\*+| [*<>] |-)|(?:[\d)}\]]|\b[a-z]) - )\Z"
+    r"\d|(?:[A-Za-z]|[\^_×·√]\{?|\}\{|(?:\\sqrt|\\pm|log|ln|sin|cos|tan) ?\{?|\S ?[+/-] ?|\S [<>] )\Z"
 )
 PART_BEHIND = re.compile(
-    r"\s*(?:[\^π√×½¼¾⅓⅔¹²³⁰-⁹⁺⁻]|\\(?:pi|sqrt|cdot|times|[dt]?frac)|[*+-] ?(?:[a-z]\b|[\\(])|[<>] )"
-    r"|[inxyz](?![a-z])|[A-Za-z]+\d"
+    r"[inxyz](?![a-z])|\s*(?:[\^π√×½¼¾⅓⅔¹²³⁰-⁹⁺⁻]|\\(?:pi|sqrt|cdot|times|[dt]?frac)|[*+-] ?(?:[a-z]\b|[\\(])|[<>] )"
 )
 
 
@@ -101,8 +99,9 @@ def last_number(text: str, alone: bool = False) -> Fraction | None:
     if not numbers:
         return None
     start, end = numbers[-1].span()
-    is_compound = len(numbers) > 1 and numbers[0].start() == 0 and not re.search(r"[=#\n]", text)  # 5 hours 30 minutes
-    if alone and (is_compound or PART_BEFORE.search(text[:start]) or PART_BEHIND.match(text, end)):
+    line = re.split(r"[#\n]", text[:start])[-1]
+    has_several = len(re.findall(r"[a-z] ?=", line)) > 1  # x = 3, y = 5
+    if alone and (has_several or PART_BEFORE.search(BEGINS_VALUE.split(line)[-1]) or PART_BEHIND.match(text, end)):
         return None
     try:
         return Fraction(text[start:end].replace(",", ""))
