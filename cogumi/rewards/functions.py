@@ -15,7 +15,6 @@ import unicodedata
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -29,8 +28,7 @@ from cogumi.data.encoding import special_texts
 
 Completion = str | Sequence[dict[str, Any]]
 Reward = Callable[..., Sequence[float | None]]
-MAX_SCORE = 3.4e38
-"""TRL keeps scores as float32; one beyond its range would be infinite there."""
+MAX_SCORE = 3.4e38  # TRL keeps scores as float32
 
 
 def levenshtein_similarity(first: str, second: str) -> float:
@@ -221,13 +219,8 @@ def read_scores(reward: Any, answer: Any, count: int) -> list[float | None]:
     if problem:
         message = f"{getattr(reward, '__name__', type(reward).__name__)} returned {' '.join(problem.split())}"
         raise UsageError(message, key="cogumi.rewards", fix="return one number for each completion")
-
-    def finite_or_nan(value: Any) -> float:
-        with suppress(OverflowError):  # of an integer beyond the range of floats
-            return float(value) if abs(float(value)) < MAX_SCORE else math.nan
-        return math.nan
-
-    return [value if value is None else finite_or_nan(value) for value in values]
+    numbers = [float(value) if isinstance(value, Decimal) else value for value in values]
+    return [value if value is None else float(value) if abs(value) <= MAX_SCORE else math.nan for value in numbers]
 
 
 def with_columns(
