@@ -98,6 +98,7 @@ def test_a_part_of_a_gold_answer_is_not_its_number(gold: str, part: str) -> None
         ("1,234", "1234"), ("-5", "-5"), ("\u20135", "-5"), ("Step 3\n42", "42"), ("$5.00", "5"), ("50%", "50"),
         (r"\boxed{\frac{1}{2}}", "0.5"), ("5 cm", "5"), ("x = 3", "3"),
         ("3 * 6 = 18", "18"), ("5kg", "5"), ("**5**", "5"), ("<b>5</b>", "5"), ("Total: 5 m\u00b2", "5"), ("(B) 7", "7"),
+        (r"We get 3 of 4, so \boxed{5\text{ cm}}", "5"),
     ],
 )  # fmt: skip
 def test_a_gold_number_that_stands_alone(gold: str, number: str) -> None:

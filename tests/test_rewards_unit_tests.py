@@ -96,6 +96,8 @@ def test_tests_that_are_no_asserts_are_refused(tests: Any, message: str):
         "for x in (1, 2):\n    assert double(x) == x + x",
         "import math\nmath.sqrt(double(2) - 4)\nassert double(2) == 4",
         "import math; assert double(2) == 4",
+        "import unittest\nclass Base(unittest.TestCase):\n    def two(self): self.assertEqual(double(2), 4)\n"
+        "class Doubles(Base):\n    def test_two(self): self.two()",
         "from solution import double as twice\ndef test_two():\n    assert twice(2) == 4",
         "def check(candidate):\n    assert candidate(2) == 4\nif True:\n    check(double)",
         "result = list(map(double, [2, 4]))\nif result != [4, 8]: raise ValueError",

@@ -79,10 +79,8 @@ NUMBER = re.compile(r"(?:\B-)?(?:(?<!/)\d+/\d+(?![\d/])|(?:\d{1,3}(?:,\d{3})+|\d
 SPELLINGS = ((r"[−–]", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 # Around a number that is a part of something else: 3,5 and 10:30 and 3\sqrt{2} and 5 m2 and 2n+1 and 3 or 5.
-BEGINS_VALUE = re.compile(r"=|[.:!?] |\b(?:is|are)\b")
-PART_BEFORE = re.compile(
-    r"\d|(?:[A-Za-z]|[\^_×·√]\{?|\}\{|(?:\\sqrt|\\pm|log|ln|sin|cos|tan) ?\{?|\S ?[+/-] ?|\S [<>] )\Z"
-)
+BEGINS_VALUE = re.compile(r"=|[.:!?] |\\boxed\{|\b(?:is|are)\b")
+PART_BEFORE = re.compile(r"\d|(?:[A-Za-z]|[\^_×·√]\{?|\}\{|(?:\\sqrt|\\pm|log|ln|sin|cos) ?\{?|\S ?[+/-] ?|\S [<>] )\Z")
 PART_BEHIND = re.compile(
     r"[inxyz](?![a-z])|\s*(?:[\^π√×½¼¾⅓⅔¹²³⁰-⁹⁺⁻]|\\(?:pi|sqrt|cdot|times|[dt]?frac)|[*+-] ?(?:[a-z]\b|[\\(])|[<>] )"
 )

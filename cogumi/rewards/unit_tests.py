@@ -24,8 +24,7 @@ FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?:python|py|python3)[ \t\r]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.I
 )
 UNCALLED_CHECK = re.compile(r"^def check\((?!.*^check\()", re.MULTILINE | re.DOTALL)
-CHECK_NAMES = ("assert", "fail", "raises", "exit")
-"""Beginnings of the names of functions that end a test, such as assertEqual and assert_allclose."""
+CHECK_NAMES = ("assert", "fail", "raises", "exit")  # as in assertEqual and assert_allclose
 ANY_FENCE = re.compile(FENCE.pattern.replace("(?:python|py|python3)", ""), re.MULTILINE | re.DOTALL)
 
 
@@ -97,12 +96,13 @@ def problem_of_tests(source: str) -> str:
 
 def is_run(statement: ast.stmt, used: Container[str]) -> bool:
     """Tell whether a statement of a module runs: of definitions tests without arguments, and those that are `used`."""
-    name, body = getattr(statement, "name", ""), getattr(statement, "body", ())
-    if isinstance(statement, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in statement.bases):
-        return any(getattr(part, "name", "").startswith("test") for part in body)
-    if isinstance(statement, ast.FunctionDef) and len(statement.args.args) == len(statement.args.defaults):
-        return name in used or name.startswith("test")
-    return not isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or name in used
+    if not isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or statement.name in used:
+        return True
+    if isinstance(statement, ast.ClassDef):
+        is_case = any("TestCase" in ast.unparse(base) for base in statement.bases)
+        return is_case and any(getattr(part, "name", "").startswith("test") for part in statement.body)
+    is_test = isinstance(statement, ast.FunctionDef) and statement.name.startswith("test")
+    return is_test and len(statement.args.args) == len(statement.args.defaults)
 
 
 def run_tests(
