@@ -229,8 +229,7 @@ def sources_of(
         )
         # The samples have columns for every method; rewards get all columns.
         unused = [] if package or source.startswith("cogumi:") else unused_parts(entry, names, tokenizer)
-        entry = replace(entry, unused=unused if run.cogumi.method != "gspo" else [])
-        sources.append((entry, options))
+        sources.append((replace(entry, unused=[] if run.cogumi.method == "gspo" else unused), options))
     return sources
 
 

@@ -115,6 +115,8 @@ def spellings_of(gold: Any) -> list[str]:
         kind = f"an object with {', '.join(map(str, gold))}" if isinstance(gold, Mapping) else f"a list of {len(gold)}"
         message, fix = f"`answer` is {kind}, and rewards compare text", "make a column `answer` of text or numbers"
         raise UsageError(message, key="data.columns", fix=fix)
+    if isinstance(gold, str) and re.fullmatch(r"[+-]?\d*\.?\d+(?i:e)[+-]?\d{1,3}", gold.strip()):  # of a CSV file
+        return [f"{Decimal(gold.strip()):f}", gold.strip()]
     is_decimal = isinstance(gold, float | Decimal)  # not as 1e-05, which math-verify reads as e - 5
     text = "" if gold is None or gold != gold else _plain(f"{Decimal(str(gold)):f}" if is_decimal else str(gold))
     other = str(int(gold)) if isinstance(gold, float) and gold.is_integer() else text.lower()
