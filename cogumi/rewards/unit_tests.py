@@ -68,7 +68,7 @@ def join_tests(tests: Sequence[str | Sequence[str] | None], entry_point: Sequenc
         if name is not None and UNCALLED_CHECK.search(joined[number]):
             joined[number] = f"{joined[number]}\ncheck({name})\n"
         if joined[number].strip() and (problem := problem_of_tests(joined[number])):
-            fix = "write plain asserts; for tests that define check(candidate) set data.columns: {entry_point: entry_point}"
+            fix = "write Python; for tests that define check(candidate) set data.columns: {entry_point: entry_point}"
             raise UsageError(f"unit_tests: {problem}", key="cogumi.rewards", fix=fix)
     return joined
 
@@ -91,7 +91,7 @@ def problem_of_tests(source: str) -> str:
         is_assert = isinstance(node, ast.Assert) and not isinstance(node.test, ast.Tuple)  # which is always true
         if is_assert or isinstance(node, ast.Raise) or called.startswith(CHECK_NAMES):
             return ""
-    return f"every program would pass `tests` without an assert, test function or TestCase that is run: {begun}"
+    return f"every program would pass `tests` without an assert, test function or TestCase: {begun}"
 
 
 def is_run(statement: ast.stmt, used: Container[str]) -> bool:
