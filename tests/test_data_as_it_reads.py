@@ -343,6 +343,15 @@ def test_an_alpaca_row_with_an_input_alone(tmp_path: Path) -> None:
     assert ids_of(found) == [rendered(CHAT)]
 
 
+def test_a_named_column_is_one_field(tmp_path: Path) -> None:
+    rows = [{"input": "2 + 3?", "output": "5."}]
+    assert ids_of(rows_of(tmp_path, rows, columns={"instruction": "input"})) == [rendered(CHAT)]
+    message = str(
+        refusal(tmp_path, [{"prompt": "q", "completion": "a"}], "prompt_completion", columns={"prompt": "completion"})
+    )
+    assert "prompt_completion needs the columns prompt and completion" in message
+
+
 def test_rows_without_the_column_answer_keep_their_own(tmp_path: Path) -> None:
     found = rows_of(tmp_path, [{"messages": CHAT}, {"messages": [ask("q"), say("a")], "answer": 7}], method="gspo")
     assert sorted(map(str, found.train.dataset["answer"])) == ["5.", "7"]

@@ -134,7 +134,7 @@ def test_the_preview_of_a_sample_names_no_unused_columns(tiny_model: Path, tmp_p
 def test_answers_marked_as_bad_are_not_learned(tmp_path: Path, row: dict[str, Any], column: str) -> None:
     format: Any = "prompt_completion" if "prompt" in row else "chat"
 
-    def examples(values: list[Any], suffix: str = "jsonl", source: str = "") -> int:
+    def examples(values: list[Any], suffix: str = "jsonl", source: str = "", method: Any = "sft", **more: Any) -> int:
         rows = [row | {column: value} for value in values]
         file = tmp_path / f"a.{suffix}"
         if suffix == "jsonl":
@@ -143,8 +143,11 @@ def test_answers_marked_as_bad_are_not_learned(tmp_path: Path, row: dict[str, An
             pl.DataFrame(rows).write_parquet(file)
         else:
             pl.DataFrame(rows).write_csv(file)
-        data = {"format": format, "eval_rows": 0}
-        config = run_config("sft", tmp_path, source or file, tmp_path / "run", data_section=data)
+        data, ours = (
+            {"format": format, "eval_rows": 0, **more},
+            {"rewards": ["exact_answer"]} if method == "gspo" else {},
+        )
+        config = run_config(method, tmp_path, source or file, tmp_path / "run", data_section=data, cogumi=ours)
         return len(prepare_examples(load_config(config), chat_tokenizer("qwen3")).train.dataset)
 
     for suffix in ("jsonl", "parquet", *(["csv"] if "messages" not in row else [])):
@@ -154,6 +157,9 @@ def test_answers_marked_as_bad_are_not_learned(tmp_path: Path, row: dict[str, An
     write_lines(tmp_path / "b.jsonl", [row])  # a file without the column
     assert examples([True], "jsonl", source=f"{tmp_path}/*.jsonl") == 2
     assert examples([1, 0, 2]) == 3  # classes
+    with pytest.raises(UsageError, match=f"answers whose column '{column}' is false are bad ones"):
+        examples([True, False], method="gspo")
+    assert examples([True, False], method="gspo", columns={"answer": column}) == 2  # a reward takes the mark itself
     assert examples(["positive", "negative"]) == 2
 
 

@@ -80,6 +80,8 @@ def test_files_that_are_left_out_are_reported(tmp_path: Path, card: bool) -> Non
         ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"],
         ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
         ["train_sft.jsonl", "train_gen.jsonl", "test_sft.jsonl", "test_gen.jsonl"],
+        ["train_sft.jsonl", "train_gen.jsonl", "test_sft.jsonl"],
+        ["train.jsonl", "train_gen.jsonl", "test.jsonl"],
         ["sft/prefs_train.jsonl", "sft/gen_train.jsonl", "sft/prefs_test.jsonl", "sft/gen_test.jsonl"],
     ],
 )  # fmt: skip

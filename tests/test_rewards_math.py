@@ -32,6 +32,9 @@ from cogumi.rewards.named_rewards import try_reward
         (r"I thought 5, and it is \boxed{6}", "5", 0.0),
         (r"$x = 3$", "3", 1.0),
         ("0.333", "1/3", 0.0),
+        (r"\boxed{0.00001}", "1e-05", 1.0),  # as CSV has a float
+        (r"\boxed{1500}", " 1.5E3", 1.0),
+        (r"\boxed{e-5}", "1e-05", 0.0),
         ("no answer", "3", 0.0),
         ("", "3", 0.0),
         ("B", "B", 1.0),

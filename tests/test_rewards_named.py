@@ -81,7 +81,10 @@ def test_the_last_number_counts(completion: str, answer: object, right: bool) ->
         ("3,5", "5"), ("1.234,56", "56"), ("1.000.000", "000"), ("1 234", "234"), ("1\u202f234", "234"), ("3, 5", "5"),
         ("1 1/2", "1/2"), (r"1\frac{1}{2}", "2"), ("2^3", "3"), ("5 x 10^{3}", "3"), (r"\sqrt{2}", "2"), (r"3\pi", "3"),
         (r"\frac{x+1}{2}", "2"), ("10:30", "30"), ("2024-01-05", "05"), ("12/5/2024", "2024"),
-        ("3\u00bd", "3"), ("5\u00b2", "5"), ("1.5\u00d710\u207b\u00b3", "10"),
+        ("3\u00bd", "3"), ("5\u00b2", "5"), ("1.5\u00d710\u207b\u00b3", "10"), ("5 m2", "2"), (r"\frac12", "12"),
+        ("3 and 5", "5"), ("x = 3 or x = 5", "5"), ("x=3, y=5", "5"), ("5 hours 30 minutes", "30"), ("5 \u00b1 2", "2"),
+        ("2n+1", "1"), ("n - 1", "1"), ("5 + x", "5"), ("3x", "3"), ("4i", "4"), ("x > 5", "5"), (r"5\,000", "000"),
+        ("0x1F", "1"), (r"\log 2", "2"), ("5 (mod 7)", "7"), ("5h30", "30"),
     ],
 )  # fmt: skip
 def test_a_part_of_a_gold_answer_is_not_its_number(gold: str, part: str) -> None:
@@ -94,6 +97,8 @@ def test_a_part_of_a_gold_answer_is_not_its_number(gold: str, part: str) -> None
     [
         ("1,234", "1234"), ("-5", "-5"), ("\u20135", "-5"), ("Step 3\n42", "42"), ("$5.00", "5"), ("50%", "50"),
         (r"\boxed{\frac{1}{2}}", "0.5"), ("5 cm", "5"), ("x = 3", "3"),
+        ("3 * 6 = 18", "18"), ("5kg", "5"), ("**5**", "5"), ("<b>5</b>", "5"), ("Total: 5 m\u00b2", "5"), ("(B) 7", "7"),
+        (r"We get 3 of 4, so \boxed{5\text{ cm}}", "5"),
     ],
 )  # fmt: skip
 def test_a_gold_number_that_stands_alone(gold: str, number: str) -> None:
@@ -434,6 +439,12 @@ def test_a_wrong_result_is_refused_alike_by_trial_command_rollout(answer: Any) -
 def test_a_score_that_is_no_number_is_named() -> None:
     with pytest.raises(UsageError, match=r"<lambda> returned str '1\.0' in its list, and a score is a number"):
         note_unscored(lambda **_: ["1.0"], set())(completions=["a"])
+
+
+@pytest.mark.parametrize("answer", [-(10**400), 1e39, math.inf, Decimal("1e400"), Decimal("nan")])
+def test_a_score_beyond_the_range_of_the_trainer_is_not_scored(answer: Any) -> None:
+    (score,) = note_unscored(lambda **_: [answer], set())(completions=["a"])
+    assert math.isnan(score)
 
 
 @pytest.mark.parametrize(

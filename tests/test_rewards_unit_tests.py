@@ -1,6 +1,7 @@
 """The reward for unit tests that pass: what scores, what fails, what is not scored, and what earns nothing by a trick."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,30 @@ def test_a_completion_that_passes_and_one_that_fails(tests: str):
         "def helper():\n    assert double(2) == 4",
         "class TestDouble:\n    def test_two(self): assert double(2) == 4",
         "async def test_two(): assert double(2) == 4",
+        "print(double(2) == 4)",
+        "assert (double(2) == 4, 'twice')",
+        "def test_two(): return double(2) == 4",
+        "import unittest\nclass Doubles(unittest.TestCase):\n    def two(self): self.assertEqual(double(2), 4)",
+        '"""\nassert double(2) == 4\n"""',
+        "def test_two(tmp_path): assert double(2) == 4",  # pytest's
     ],
 )
 def test_tests_that_every_program_passes_are_refused(tests: Any):
     with pytest.raises(UsageError, match="every program would pass `tests` without an assert"):
+        unit_tests(completions=[BAD], tests=[tests])
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ("double(2) == 4", "every program would pass `tests` that compare without an assert: double(2) == 4"),
+        (["assert double(2) == 4", "double(3) in (6,)"], "compare without an assert: double(3) in (6,)"),
+        ("assert double(2) === 4", "no program could pass `tests` that are no Python (invalid syntax"),
+        ("```python\nassert double(2) == 4\n```", "no program could pass `tests` that are no Python (invalid syntax"),
+    ],
+)
+def test_tests_that_are_no_asserts_are_refused(tests: Any, message: str):
+    with pytest.raises(UsageError, match=re.escape(message)):
         unit_tests(completions=[BAD], tests=[tests])
 
 
@@ -75,6 +96,10 @@ def test_tests_that_every_program_passes_are_refused(tests: Any):
         "for x in (1, 2):\n    assert double(x) == x + x",
         "import math\nmath.sqrt(double(2) - 4)\nassert double(2) == 4",
         "import math; assert double(2) == 4",
+        "import unittest\nclass Base(unittest.TestCase):\n    def two(self): self.assertEqual(double(2), 4)\n"
+        "class Doubles(Base):\n    def test_two(self): self.two()",
+        "from solution import double as twice\ndef test_two():\n    assert twice(2) == 4",
+        "def check(candidate):\n    assert candidate(2) == 4\nif True:\n    check(double)",
         "result = list(map(double, [2, 4]))\nif result != [4, 8]: raise ValueError",
         "from unittest import TestCase\nclass Doubles(TestCase):\n    def test_two(self): self.assertEqual(double(2), 4)",
     ],
@@ -107,6 +132,8 @@ def test_the_code_of_an_answer():
     assert source_of("```\nz\n```", None, None) == "z\n"
     assert source_of("```py\nopen ended\n", None, None) == "open ended\n"
     assert source_of("plain", None, None) == "plain"
+    assert source_of("1. Do\n   ```python\n   for a in b:\n       c\n   ```", None, None) == "for a in b:\n    c\n"
+    assert source_of("```python\r\nz\r\n```", None, None) == "z\r\n"
     assert source_of("```js\nno\n```", None, None) == "```js\nno\n```"
     message = [{"role": "assistant", "content": f"Here:\n```python\n{GOOD}```"}]
     assert unit_tests(completions=[message], tests=[ASSERTS]) == [1.0]

@@ -131,7 +131,8 @@ def columns_for(options: FormatOptions, names: Sequence[str]) -> dict[str, str]:
         if name in REWARD_ARGUMENTS:
             fix = f"give it another name; in the original row it is record[{column!r}]"
             raise UsageError(f"rewards are given `{name}` whatever the data has", key=key, fix=fix)
-    available = {name: name for name in FIELDS[format] if name in names} | dict(options.columns)
+    named = [column for name, column in options.columns.items() if name in FIELDS[format]]  # `input` as the instruction
+    available = {name: name for name in FIELDS[format] if name in names and name not in named} | dict(options.columns)
     if format == "chat" and "functions" in names:  # OpenAI's name before `tools`
         available.setdefault("tools", "functions")
     if format == "fim" and options.column in names:

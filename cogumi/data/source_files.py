@@ -96,11 +96,11 @@ def _training_files(directory: Path, files: list[Path]) -> list[Path]:
     train = by_split.get("train", [])
     variants, others = ({_variant_of(file) for file in part} for part in (train, set(files).difference(train)))
     # train_sft-00000-of-00001 and train_gen-00000-of-00001 are two splits, as are train_sft and train_gen beside test_sft.
-    is_several = len(variants) > 1 and (len(variants & others) > 1 or any("-of-" in file.name for file in train))
+    is_several = len(variants) > 1 and (variants & others or any("-of-" in file.name for file in train))
     if len(by_split) == 1 and not is_several:
         return files
     if not by_split.keys() <= set(SPLITS.values()) or not train or is_several:
-        groups = {_variant_of(file): [file] for file in reversed(train)} if is_several else by_split
+        groups = {_variant_of(file) or "train": [file] for file in reversed(train)} if is_several else by_split
         parts = ", ".join(f"{group[0].name} ({name or 'no split'})" for name, group in sorted(groups.items()))
         pattern = f"a file or a pattern, such as {next(iter(groups.values()))[0].parent}/NAME*"
         fix = f"name the files to train on (data.source: {pattern}), or set data.split"

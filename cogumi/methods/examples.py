@@ -41,8 +41,8 @@ SAMPLE_ROWS = 32  # held-out examples that are prompts for samples.jsonl, at mos
 SIDES = ("chosen", "rejected")
 CHATS = ("messages", "conversations")
 MESSAGE_FIELDS = (*CHATS, "prompt", "completion", *SIDES)
-LEFT_OUT = dict.fromkeys(LEARN_KEYS, ("false", "0", "0.0")) | dict.fromkeys(("label", "kto_tag"), ("false",))
-"""Cells that say that a row's answer is not to be learned; the last two columns are those of KTO (TRL, LLaMA-Factory)."""
+LEFT_OUT = dict.fromkeys((*LEARN_KEYS, "kto_tag"), ("false", "0", "0.0")) | {"label": ("false",)}
+"""Cells that say that a row's answer is not to be learned; kto_tag and label are those of KTO (LLaMA-Factory, TRL)."""
 TRUTHS = {"true", "false", "none", "", "0", "1", "0.0", "1.0"}
 LOOKED_AT = 1000  # first rows of a source whose messages are looked at for unused keys
 
@@ -228,9 +228,8 @@ def sources_of(
             notes=notes,
         )
         # The samples have columns for every method; rewards get all columns.
-        if not package and not source.startswith("cogumi:") and run.cogumi.method != "gspo":
-            entry = replace(entry, unused=unused_parts(entry, names, tokenizer))
-        sources.append((entry, options))
+        unused = [] if package or source.startswith("cogumi:") else unused_parts(entry, names, tokenizer)
+        sources.append((replace(entry, unused=[] if run.cogumi.method == "gspo" else unused), options))
     return sources
 
 
@@ -253,15 +252,13 @@ def unused_parts(source: Source, names: Sequence[str], tokenizer: PreTrainedToke
     Raises UsageError if one of the columns says that answers are bad.
     """
     unused = [name for name in names if name not in source.columns.values()]
-    has_answers = {"output", "completion", *CHATS} & source.columns.keys()
+    has_answers = "answer" not in source.columns and {"output", "completion", *CHATS} & source.columns.keys()
     for name in sorted(LEFT_OUT.keys() & unused) if has_answers else ():
         frames = batches(source.files, [name], optional=[name])
         cells = ({str(cell).lower() for cell in rows[name] if not isinstance(cell, dict)} for rows in frames)
         marks = {*chain.from_iterable(takewhile(TRUTHS.issuperset, cells))}.intersection(LEFT_OUT[name])
         if marks:
-            message = (
-                f"answers whose column {name!r} is {min(marks)} are bad ones (KTO) or left out, and would be learned"
-            )
+            message = f"answers whose column {name!r} is {min(marks)} are bad ones (KTO) or left out, and would be used"
             fix = "leave these rows out, pair good and bad ones as chosen and rejected, or give the column another name"
             raise UsageError(message, place=source.name, fix=fix)
     parts = [name or "(unnamed)" for name in unused]

@@ -28,6 +28,7 @@ from cogumi.data.encoding import special_texts
 
 Completion = str | Sequence[dict[str, Any]]
 Reward = Callable[..., Sequence[float | None]]
+MAX_SCORE = 3.4e38  # TRL keeps scores as float32
 
 
 def levenshtein_similarity(first: str, second: str) -> float:
@@ -77,9 +78,12 @@ def parses(
 NUMBER = re.compile(r"(?:\B-)?(?:(?<!/)\d+/\d+(?![\d/])|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?i:e[+-]?\d{1,3})?|\.\d+)")
 SPELLINGS = ((r"[−–]", "-"), (r"\{,\}", ","), (r"\\[!$]|\$", ""), (r"(?<!\d)\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2"))
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-# Around a number that is a part of something else: 3,5 and 1 1/2 and 10:30 and 2^3 and 3\sqrt{2}.
-PART_BEFORE = re.compile(r"(?:\d(?:[.:/'’_-]|[,;]?[ \u00a0\u202f]?)|[\^_×·]\{?|\}\{|\\sqrt\{?)\Z")
-PART_BEHIND = re.compile(r"\s*(?:[\^π√×½¼¾⅓⅔¹²³⁰-⁹⁺⁻]|\\(?:pi|sqrt|cdot|times|[dt]?frac))")
+# Around a number that is a part of something else: 3,5 and 10:30 and 3\sqrt{2} and 5 m2 and 2n+1 and 3 or 5.
+BEGINS_VALUE = re.compile(r"=|[.:!?] |\\boxed\{|\b(?:is|are)\b")
+PART_BEFORE = re.compile(r"\d|(?:[A-Za-z]|[\^_×·√]\{?|\}\{|(?:\\sqrt|\\pm|log|ln|sin|cos) ?\{?|\S ?[+/-] ?|\S [<>] )\Z")
+PART_BEHIND = re.compile(
+    r"[inxyz](?![a-z])|\s*(?:[\^π√×½¼¾⅓⅔¹²³⁰-⁹⁺⁻]|\\(?:pi|sqrt|cdot|times|[dt]?frac)|[*+-] ?(?:[a-z]\b|[\\(])|[<>] )"
+)
 
 
 def last_number(text: str, alone: bool = False) -> Fraction | None:
@@ -91,7 +95,9 @@ def last_number(text: str, alone: bool = False) -> Fraction | None:
     if not numbers:
         return None
     start, end = numbers[-1].span()
-    if alone and (PART_BEFORE.search(text[:start]) or PART_BEHIND.match(text, end)):
+    line = re.split(r"[#\n]", text[:start])[-1]
+    has_several = len(re.findall(r"[a-z] ?=", line)) > 1  # x = 3, y = 5
+    if alone and (has_several or PART_BEFORE.search(BEGINS_VALUE.split(line)[-1]) or PART_BEHIND.match(text, end)):
         return None
     try:
         return Fraction(text[start:end].replace(",", ""))
@@ -109,6 +115,8 @@ def spellings_of(gold: Any) -> list[str]:
         kind = f"an object with {', '.join(map(str, gold))}" if isinstance(gold, Mapping) else f"a list of {len(gold)}"
         message, fix = f"`answer` is {kind}, and rewards compare text", "make a column `answer` of text or numbers"
         raise UsageError(message, key="data.columns", fix=fix)
+    if isinstance(gold, str) and re.fullmatch(r"[+-]?\d*\.?\d+(?i:e)[+-]?\d{1,3}", gold.strip()):  # of a CSV file
+        return [f"{Decimal(gold.strip()):f}", gold.strip()]
     is_decimal = isinstance(gold, float | Decimal)  # not as 1e-05, which math-verify reads as e - 5
     text = "" if gold is None or gold != gold else _plain(f"{Decimal(str(gold)):f}" if is_decimal else str(gold))
     other = str(int(gold)) if isinstance(gold, float) and gold.is_integer() else text.lower()
@@ -211,7 +219,8 @@ def read_scores(reward: Any, answer: Any, count: int) -> list[float | None]:
     if problem:
         message = f"{getattr(reward, '__name__', type(reward).__name__)} returned {' '.join(problem.split())}"
         raise UsageError(message, key="cogumi.rewards", fix="return one number for each completion")
-    return [value if value is None else float(value) if math.isfinite(value) else math.nan for value in values]
+    numbers = [float(value) if isinstance(value, Decimal) else value for value in values]
+    return [value if value is None else float(value) if abs(value) <= MAX_SCORE else math.nan for value in numbers]
 
 
 def with_columns(

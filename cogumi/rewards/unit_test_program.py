@@ -22,7 +22,7 @@ def main() -> None:
     os.unlink(GIVEN)  # the completion reads neither the tests nor the key
     write, leave = write_verdict(given.pop("key")), os._exit
     code, tests = given.pop("code"), given.pop("tests")
-    module = sys.modules["program"] = types.ModuleType("program")
+    module = sys.modules["program"] = sys.modules["solution"] = types.ModuleType("program")
     namespace = vars(module)
     restore = remember()
     exec(compile(code, "completion.py", "exec", dont_inherit=True), namespace)

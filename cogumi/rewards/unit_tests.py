@@ -1,11 +1,16 @@
 """The reward `unit_tests`: whether a completion passes the tests of its row, each in a process of the sandbox."""
 
+import ast
 import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from cogumi.core.errors import UsageError
@@ -16,12 +21,10 @@ from cogumi.sandbox import SandboxResult, default_sandbox
 
 # The last fence counts, as in open-r1: the ones before are drafts. One that never closes goes to the end.
 FENCE = re.compile(
-    r"^[ \t]*```[ \t]*(?:python|py|python3)[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.I
+    r"^[ \t]*```[ \t]*(?:python|py|python3)[ \t\r]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL | re.I
 )
 UNCALLED_CHECK = re.compile(r"^def check\((?!.*^check\()", re.MULTILINE | re.DOTALL)
-TEST = re.compile(
-    r"(?:^|; *)(?:assert|raise|for|while|with|if|try|def test|class \w+\(.*TestCase|[\w.]+(?: = .*)?\()", re.M
-)
+CHECK_NAMES = ("assert", "fail", "raises", "exit")  # as in assertEqual and assert_allclose
 ANY_FENCE = re.compile(FENCE.pattern.replace("(?:python|py|python3)", ""), re.MULTILINE | re.DOTALL)
 
 
@@ -58,19 +61,48 @@ def unit_tests(
 
 
 def join_tests(tests: Sequence[str | Sequence[str] | None], entry_point: Sequence[str | None] | None) -> list[str]:
-    """Return the source of each row's tests, "" without any. Raises UsageError for tests that every program passes."""
+    """Return the source of each row's tests, "" without any. Raises UsageError for tests that every program passes or fails."""
     cases = [case if isinstance(case, list | tuple) else [case] for case in tests]
     joined = ["\n".join(str(part) for part in parts if part is not None) for parts in cases]
     for number, name in enumerate(entry_point or [None] * len(joined)):
         if name is not None and UNCALLED_CHECK.search(joined[number]):
             joined[number] = f"{joined[number]}\ncheck({name})\n"
-        source = joined[number].strip()
-        if source and (UNCALLED_CHECK.search(source) or not TEST.search(source)):
-            begun = source.splitlines()[0]
-            message = f"every program would pass `tests` without an assert, test function or TestCase: {begun!r:.40}"
+        if joined[number].strip() and (problem := problem_of_tests(joined[number])):
             fix = "write Python; for tests that define check(candidate) set data.columns: {entry_point: entry_point}"
-            raise UsageError(f"unit_tests: {message}", key="cogumi.rewards", fix=fix)
+            raise UsageError(f"unit_tests: {problem}", key="cogumi.rewards", fix=fix)
     return joined
+
+
+@lru_cache(1024)
+def problem_of_tests(source: str) -> str:
+    """Explain why a row's tests say nothing about a program; "" if they do."""
+    begun = f"{source.strip().splitlines()[0]!r:.60}"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"no program could pass `tests` that are no Python ({error}): {begun}"
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare | ast.BoolOp):
+            return f"every program would pass `tests` that compare without an assert: {ast.unparse(statement):.60}"
+    for node in chain.from_iterable(ast.walk(statement) for statement in tree.body if is_run(statement, used)):
+        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        is_assert = isinstance(node, ast.Assert) and not isinstance(node.test, ast.Tuple)  # which is always true
+        if is_assert or isinstance(node, ast.Raise) or called.startswith(CHECK_NAMES):
+            return ""
+    return f"every program would pass `tests` without an assert, test function or TestCase: {begun}"
+
+
+def is_run(statement: ast.stmt, used: Container[str]) -> bool:
+    """Tell whether a statement of a module runs: of definitions tests without arguments, and those that are `used`."""
+    if not isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or statement.name in used:
+        return True
+    if isinstance(statement, ast.ClassDef):
+        is_case = any("TestCase" in ast.unparse(base) for base in statement.bases)
+        return is_case and any(getattr(part, "name", "").startswith("test") for part in statement.body)
+    is_test = isinstance(statement, ast.FunctionDef) and statement.name.startswith("test")
+    return is_test and len(statement.args.args) == len(statement.args.defaults)
 
 
 def run_tests(
@@ -99,4 +131,4 @@ def source_of(text: str, prefix: str | None, suffix: str | None) -> str:
     if prefix is not None or suffix is not None:
         return (prefix or "") + text + (suffix or "")
     blocks = FENCE.findall(text) or ANY_FENCE.findall(text)
-    return blocks[-1] if blocks else text
+    return dedent(blocks[-1]) if blocks else text
