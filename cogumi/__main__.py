@@ -17,7 +17,7 @@ def main() -> None:
 
             print(doctor())
         else:
-            fix = "`cogumi doctor` says what is missing; sh requirements/install.sh installs it"
+            fix = "`cogumi doctor` says what is missing, and what installs it"
             print(f"cogumi: {fix}", file=sys.stderr)
         sys.exit(1)
     with end_process_after():

@@ -55,6 +55,15 @@ ROUTED = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
 
+KIMI = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+SSM = {"mamba_d_state": 8, "mamba_n_groups": 1}
+NEMOTRON = {
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "layers_block_type": ["mamba", "attention"],
+}  # fmt: skip
+
 
 def documents(seed: int = 0, count: int = 6) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
@@ -83,6 +92,7 @@ def model_of(kind: str, more: dict[str, Any], attention: str | None = None, dtyp
         ("Qwen3_5TextConfig", HYBRID, None),  # a convolution and a state along the sequence, which get the borders
         ("Qwen3NextConfig", HYBRID | ROUTED, None),
         ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, None),  # a convolution alone
+        ("BailingHybridConfig", KIMI, None),  # Kimi's delta rule
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,6 +108,9 @@ def test_attention_keeps_packed_documents_apart(
     ("kind", "more", "attention"),
     [
         ("MambaConfig", {"state_size": 8}, None),  # a state along the sequence, which takes no borders
+        # States that add less to a logit than bfloat16 rounds; the second has no experts, though its config could have.
+        ("FalconH1Config", SSM | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "head_dim": 8}, None),
+        ("NemotronHConfig", NEMOTRON, None),
         ("GptOssConfig", {**MOE, "head_dim": 8, "sliding_window": 8}, "eager"),  # its mask is made without position ids
     ],
 )
@@ -136,6 +149,19 @@ def test_each_planted_leak_is_found_in_every_pair_of_lengths(leak: Any, dtype: A
         text = torch.randint(3, VOCABULARY, (sum(pair),), generator=torch.Generator().manual_seed(sum(pair))).tolist()
         distance, bound = packing._probe_row(model, [text[: pair[0]], text[pair[0] :]], 0)
         assert (distance > bound) == (leak is not None), (pair, distance, bound)
+    distance, bound = probe_packing(model, documents(), pad_token_id=0)
+    assert (distance > 2 * bound) == (leak is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leak", [None, *LEAKS])
+def test_a_leak_that_rounding_would_hide_is_found(leak: Any, dtype: Any, monkeypatch: Any) -> None:
+    """Of first weights a state changes logits by less than their last bit in bfloat16."""
+    with monkeypatch.context() as patches:
+        patches.setattr(
+            torch.nn.Parameter, "mul_", lambda *_: None
+        )  # what `model_of` does so that rounding hides nothing
+        model = hybrid(leak, monkeypatch, dtype)
     distance, bound = probe_packing(model, documents(), pad_token_id=0)
     assert (distance > 2 * bound) == (leak is not None)
 
@@ -533,8 +559,8 @@ def test_a_forecast_packs_what_the_run_will(tiny_model: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("format", "outcome", "why"),
     [
-        ("prompt_completion", (0.5, 1e-5), "this model's packed logits differ from separate ones by 0.5"),
-        ("fim", (float("nan"), 1.0), "this model's packed logits differ from separate ones by nan"),
+        ("prompt_completion", (0.5, 1e-5), "this model's logits differ by 0.5 with the examples packed beside"),
+        ("fim", (float("nan"), 1.0), "this model's logits differ by nan with the examples packed beside"),
         (
             "prompt_completion",
             TypeError("no argument position_ids"),

@@ -30,9 +30,9 @@ SMOKE = Path(__file__).parents[1] / "configs" / "smoke"
 TOWERS = ("visual", "vision_tower", "audio_tower", "embed_vision", "embed_audio")
 
 
-def made_function(reference: Any, imported: bool, kernel: Any = None) -> Any:
+def made_function(reference: Any, imported: bool, kernel: Any = None, name: str = "chunk_gated_delta_rule") -> Any:
     """As transformers' decorator leaves a function; tests/test_data_packing.py has the real ones."""
-    variables = {"func_name": "chunk_gated_delta_rule", "package": "fla", "torch_function": reference}
+    variables = {"func_name": name, "package": "fla", "torch_function": reference}
     function = kernel if imported else reference
     return recurrent_kernels._wrap(function, variables | {"is_new_implementation": imported})
 
@@ -73,6 +73,8 @@ def test_a_forecast_for_a_card_counts_the_kernel_and_not_its_loop(monkeypatch: p
         monkeypatch.setattr(recurrent_kernels, "counts_kernels", True)
         output, _ = call(tokens, tokens, tokens, g=gates, beta=gates)
         assert (output.shape, output.dtype) == (tokens.shape, tokens.dtype)
+        with pytest.raises(RuntimeError, match="the loop ran"):  # Kimi's gates have another shape
+            made_function(loop, imported=False, name="chunk_kda")(tokens, tokens, tokens, g=tokens, beta=gates)
         output.sum().backward()
     assert tokens.grad is not None
 

@@ -8,12 +8,14 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
 import yaml
 
 from cogumi.config.schema import load_config
+from cogumi.forecast.preflight_report import Line
 from cogumi.forecast.run_forecast import forecast_run
 from cogumi.runs import skypilot
 from cogumi.runs.skypilot import Offer, examine_offers, find_files, match_card
@@ -100,6 +102,22 @@ def test_what_is_refused(
     assert status == 2
     assert said in error.splitlines()[-1]
     assert not (project / "launch").exists()
+
+
+@pytest.mark.parametrize(
+    ("mirror", "stored", "names"),
+    [("hf://me/mine", None, True), ("s3://bucket/mine", "hf_stored", True), ("s3://bucket/mine", None, False)],
+)
+def test_a_box_that_gets_no_token_for_the_hub_is_told(
+    mirror: str, stored: str | None, names: bool, project: Path, command_line: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token that `hf auth login` stored is used here, where the preflight passes, and is not on the box."""
+    fits = (Offer(parse_card("L4"), 0.5, "L4"), Line("time", "5 steps"))
+    monkeypatch.setattr(skypilot, "examine_offers", lambda *_: iter([fits]))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: stored)
+    words = ("launch", "my.yaml", f"cogumi.mirror={mirror}", "cogumi.price_per_hour=0.5", "--spend", "5")
+    status, output, error = command_line(*words)
+    assert (status, "HF_TOKEN is not set here" in output) == (0, names), error
 
 
 @pytest.mark.slow("four forecasts")

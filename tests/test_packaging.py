@@ -79,6 +79,8 @@ def test_a_command_that_trains_names_its_extra(monkeypatch: pytest.MonkeyPatch, 
             monkeypatch.delitem(sys.modules, name)
         said = f"cogumi: {module} is not installed; run: {install_command('train')}\n"
         assert command_line(*words) == (2, "", said)
+    with pytest.raises(UsageError, match="trl is not installed"):
+        cogumi.patch()
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +199,8 @@ def test_the_wheel_alone_examines_watches_and_merges(alone: Path, tmp_path: Path
     for words in (("train", "sft.yaml"), ("start", "sft.yaml"), ("smoke",), ("export", "merged", "out")):
         assert run_alone(alone, tmp_path, *words, status=2).endswith(fix)
     assert not (tmp_path / "runs").exists()
+    finding = "from cogumi.stack.lanes import INSTALL; print(INSTALL)"
+    assert "in a clone" in run_alone(alone.with_name("python"), tmp_path, "-c", finding)
     program = """if True:
         import cogumi, torch
         from transformers import Trainer, TrainingArguments

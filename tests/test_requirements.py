@@ -131,18 +131,20 @@ def test_what_is_installed_here_is_a_lane() -> None:
 
 
 def test_an_installed_wheel_is_told_of_other_versions_and_not_of_parts_it_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its extras leave packages out, and it has no pinned files to install from."""
     installed = package_lanes.installed_versions()
     del installed["jupyterlab"]
     monkeypatch.setattr(package_lanes, "installed_versions", lambda: installed)
     assert package_lanes.check_lane().fix.endswith("-r requirements/cpu.txt")
-    monkeypatch.setattr(package_lanes, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(package_lanes, "IS_CLONE", False)
     assert package_lanes.check_lane().state == "ok"
     pinned = installed["rich"]
     installed["rich"] = "1.0"
     assert package_lanes.check_lane().fix.endswith(f"install rich=={pinned}")
+    del installed["rich"]
+    assert package_lanes.check_lane().fix.endswith("-m pip install cogumi")
 
 
 # ------------------------------------------------------------------------------------------- what the package knows

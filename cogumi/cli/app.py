@@ -119,6 +119,8 @@ def launch(
     yes: Annotated[bool, Option("--yes", help="Rent it without asking.")] = False,
 ) -> None:
     """Write a SkyPilot task for the cheapest card that the run fits on, which ends itself; with SkyPilot, start it."""
+    from huggingface_hub import get_token
+
     run = entry.validate_config(config, parse_overrides(overrides))
     files = skypilot.find_files(run)
     sky = skypilot.find_sky()
@@ -142,6 +144,8 @@ def launch(
         print_text(
             f"AWS_ACCESS_KEY_ID is not set here: the box reaches {run.cogumi.mirror} only if it has a role for that"
         )
+    if "HF_TOKEN" not in command and (f"{run.cogumi.mirror}".startswith("hf") or get_token()):
+        print_text("HF_TOKEN is not set here: the box reaches no gated or private repository, and no mirror on the hub")
     if sky is not None and (yes or (sys.stdin.isatty() and typer.confirm("rent it now?"))):
         raise typer.Exit(subprocess.run([sky, *command[1:]], check=False).returncode)
     install = "" if sky else f"{skypilot.INSTALL_SKYPILOT} && "

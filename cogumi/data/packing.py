@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice, permutations, repeat
+from itertools import accumulate, chain, islice, permutations, repeat
 from typing import Any
 
 import pyarrow as pa
@@ -30,7 +30,6 @@ log = logging.getLogger("cogumi")
 DOCUMENT_TOKENS = (3, 83, 37)
 EXPERT_DRAWS = 8  # with experts: a leak shows in each, a router that rounding tips over only by chance
 PROBED_DOCUMENTS = EXPERT_DRAWS * len(DOCUMENT_TOKENS) ** 2
-EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")  # of a config
 # Bounds of rounding: multiples of the distance between two batch shapes of the same documents, and of the epsilon of the
 # dtype times the largest logit, in case the two shapes agree bit for bit.
 MEASURED_MULTIPLE, EPSILON_MULTIPLE = 4, 4
@@ -82,6 +81,7 @@ def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: 
 
     The model is in evaluation mode. Of each document the last tokens are used (chats begin alike), after those of others
     where it is short. They are packed as in training: beside each row, or for flash attention behind it, is a shorter one.
+    Without experts, a document must also keep its logits when others get other tokens: that shows what rounding would hide.
     Returns (largest difference, bound of rounding) of the order of lengths that differs most.
     """
     text = [token for document in documents for token in document[-max(DOCUMENT_TOKENS) :]]
@@ -89,8 +89,7 @@ def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: 
         raise ValueError("packing is probed with documents, and these have no token")
     text *= -(-max(DOCUMENT_TOKENS) // len(text))
     count, measured = len(DOCUMENT_TOKENS), []
-    config = model.config.get_text_config()
-    draws = EXPERT_DRAWS if any(getattr(config, name, None) for name in EXPERTS_ROUTED) else 1
+    draws = EXPERT_DRAWS if _has_experts(model) else 1
     for turn, lengths in enumerate(permutations(DOCUMENT_TOKENS)):
         for draw in range(draws):
             first = count * turn + (count**2 + 1) * draw
@@ -103,6 +102,10 @@ def probe_packing(model: Any, documents: Sequence[Sequence[int]], pad_token_id: 
             return distance, bound
         measured.append((distance, bound))
     return max(measured, key=lambda pair: pair[0] - pair[1])
+
+
+def _has_experts(model: Any) -> bool:
+    return any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules())
 
 
 def _probe_row(model: Any, documents: list[list[int]], pad_token_id: int) -> tuple[float, float]:
@@ -120,12 +123,24 @@ def _probe_row(model: Any, documents: list[list[int]], pad_token_id: int) -> tup
         row_logits = logits if len(logits) == len(rows) else logits[0].split([sum(map(len, row)) for row in rows])
         return torch.cat([one[: sum(map(len, row))] for one, row in zip(row_logits, rows, strict=True)])
 
-    packed_rows = (documents, documents[:1])
-    packed = logits_of(row_collator(model, flat), *packed_rows)
+    collate = row_collator(model, flat)
+    packed = logits_of(collate, documents, documents[:1])
+    weight_dtypes = {weight.dtype for weight in model.parameters()}
+    # Experts, and activations that are quantized in 8 bits, compute a token differently beside other tokens.
+    if not _has_experts(model) and all(dtype.itemsize > 1 or dtype == torch.uint8 for dtype in weight_dtypes):
+        low, high = min(chain(*documents)), max(chain(*documents))
+        bound = MEASURED_MULTIPLE * (logits_of(collate, documents, documents[:1]) - packed).abs().max().item()
+        ends = list(accumulate(map(len, documents)))
+        for place, ids in enumerate(documents):
+            others = [*documents[:place], [low if token == high else high for token in ids], *documents[place + 1 :]]
+            difference = (logits_of(collate, others, documents[:1]) - packed).abs()
+            difference[ends[place] - len(ids) : ends[place]] = 0
+            if difference.max().item() > bound:
+                return difference.max().item(), bound
     alone = torch.cat([logits_of(flat, [ids]) for ids in documents])
     measured = (alone - logits_of(padding, *([ids] for ids in documents))).abs().max().item()
     expected = torch.cat([alone, alone[: len(documents[0])]])
-    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point() and weight.dtype.itemsize > 1}
+    dtypes = [dtype for dtype in weight_dtypes if dtype.is_floating_point and dtype.itemsize > 1]
     epsilon = max(torch.finfo(dtype).eps for dtype in dtypes) * alone.abs().max().item()  # of the coarsest
     return (packed - expected).abs().max().item(), max(MEASURED_MULTIPLE * measured, EPSILON_MULTIPLE * epsilon)
 

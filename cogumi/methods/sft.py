@@ -119,7 +119,7 @@ def decide_packing(run: RunConfig, model: Any, args: Any, train_dataset: Any, to
         return {"safe": False, "error": one_line(error)}
     safe = distance <= bound  # NaN is not safe
     if not safe:
-        log.warning("packing off: this model's packed logits differ from separate ones by %.2g, where rounding explains "
+        log.warning("packing off: this model's logits differ by %.2g with the examples packed beside, where rounding explains "
                     "%.1e: examples would read each other", distance, bound)  # fmt: skip
     else:
         message = "packing: packed logits differ from separate ones by %.1e (rounding explains %.1e)"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TOKEN_AXES = {"causal_conv1d_fn": 2, "chunk_gated_delta_rule": 1}
+TOKEN_AXES = {"causal_conv1d_fn": 2, "chunk_gated_delta_rule": 1, "chunk_kda": 1}
 counts_kernels = False  # set by a forecast for a card: fake delta rules keep what kernels do, without the loop
 
 
@@ -47,7 +47,8 @@ def _wrap(function: Any, variables: dict[str, Any]) -> Any:
     axis, parameters = TOKEN_AXES.get(variables["func_name"]), inspect.signature(reference).parameters
 
     def loop(*args: Any, **kwargs: Any) -> Any:
-        if axis == 1 and counts_kernels and hasattr(args[0], "fake_device") and not kwargs.get("output_final_state"):
+        is_counted = counts_kernels and variables["func_name"] == "chunk_gated_delta_rule"
+        if is_counted and hasattr(args[0], "fake_device") and not kwargs.get("output_final_state"):
             gate = (kwargs["g"] + kwargs["beta"]).to(args[2].dtype).unsqueeze(-1)
             return args[2] * gate + args[0].square().sum() + args[1].square().sum(), None
         return reference(*args, **{key: value for key, value in kwargs.items() if key in parameters})

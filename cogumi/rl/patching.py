@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import UsageError, require_extra
 from cogumi.core.formatting import pip_command
 from cogumi.patches import PatchStatus, gspo_loss, unsloth_rl, vllm_engine
 from cogumi.patches import graph_break as four_bit
@@ -42,6 +42,7 @@ def patch(
     runs with `cogumi.backend: trl`; "unsloth" takes it without CUDA too. Raises UsageError where unsloth would come too
     late, for another graph_break and for a name that is no finding.
     """
+    require_extra("trl", "train")
     disable_cudnn_attention()
     modules = (unsloth_rl, gspo_loss, vllm_engine)  # unsloth first: it puts classes of its own on trl
     of_trl = tuple(

@@ -16,9 +16,10 @@ from typing import Any
 from cogumi.core.errors import TRAINING_PACKAGES, Finding
 from cogumi.core.formatting import install_command, join_names, pip_command
 
-INSTALL = "sh requirements/install.sh"
 MAX_NAMES = 6  # in one line
 REPOSITORY = Path(__file__).parents[2]
+IS_CLONE = (REPOSITORY / "requirements/install.sh").is_file()  # else installed as a wheel
+INSTALL = "sh requirements/install.sh" + ("" if IS_CLONE else " in a clone of cogumi")
 # The dependencies in pyproject.toml: without one of these nothing works.
 NEEDED = (
     "accelerate", "blake3", "filelock", "fsspec", "huggingface-hub", "jinja2", "numpy", "peft", "platformdirs",
@@ -112,9 +113,11 @@ def torch_build() -> tuple[str | None, str | None]:
 def check_lane() -> Finding:
     versions = installed_versions()
     if absent := [name for name in NEEDED if name not in versions]:
-        return Finding(
-            "installed", "fatal", f"missing: {join_names(absent, MAX_NAMES)}", "nothing works without these", INSTALL
+        figure, fix = (
+            f"missing: {join_names(absent, MAX_NAMES)}",
+            INSTALL if IS_CLONE else pip_command("install cogumi"),
         )
+        return Finding("installed", "fatal", figure, "nothing works without these", fix)
     if absent := [name for name in TRAINING_PACKAGES if name not in versions]:
         figure, fix = f"not installed: {join_names(absent, MAX_NAMES)}", install_command("train")
         if len(absent) == len(TRAINING_PACKAGES):
@@ -128,7 +131,7 @@ def check_lane() -> Finding:
     others = drift(lane, versions)
     figure = f"{lane.name}, {lane.state}: {len(lane.pins) - len(others)} of {len(lane.pins)} packages as pinned"
     words = f"--require-hashes --no-deps --only-binary :all: -r {lane.file}"
-    if not (REPOSITORY / lane.file).is_file():  # installed as a wheel, whose extras leave packages out
+    if not IS_CLONE:  # extras leave packages out
         others = [(name, pinned, version) for name, pinned, version in others if version is not None]
         words = " ".join(f"{name}=={pinned}" for name, pinned, _ in others)
     if not others:

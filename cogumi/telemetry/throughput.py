@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from cogumi.core.liveness import beat
 from cogumi.core.run_directory import read_json
-from cogumi.data.packing import EXPERTS_ROUTED, padding_mask
+from cogumi.data.packing import padding_mask
 from cogumi.models.adapters import find_towers
 from cogumi.patches.trl_internals import makes_rollouts, observe_rollouts, wrap_method
 from cogumi.stack.gpus import find_card
@@ -37,6 +37,7 @@ HEARTBEAT = "heartbeat.json"
 ROLLOUT, PAUSED_STAGE = "rollout", "paused"
 NOT_MULTIPLIED = {"original_module", "lora_embedding_A", "lora_embedding_B"}  # PEFT's: replaced by a copy, looked up
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
+EXPERTS_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
