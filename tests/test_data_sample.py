@@ -168,3 +168,12 @@ def test_a_name_that_is_also_another_word_is_no_task():
         source = ask.format(line)
         common = [f"def g{n}(common):\n    return common\n" for n in range(stdlib_sample.COMMON_NAME)]
         assert not [task for task in renamings([source, *common])["task"] if task.startswith("Rename total")]
+
+
+@pytest.mark.usefixtures("small_library")
+def test_a_cache_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(
+        UsageError, match=r"cache: the sample cannot be written there \(File exists\); set XDG_CACHE_HOME"
+    ):
+        write_sample(tmp_path / "cache" / "a.parquet")

@@ -267,6 +267,7 @@ def choose_for_target(
     if run_there.model.dtype == "auto" and run_there.cogumi.tuning != "full":  # every weight is trained in float32 then
         run_there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
     load = load_of(run_there, base)
+    load = load.with_prompts(run, sample.longest) if run.cogumi.method == "gspo" else load
     choices = choose_with_engine(run_there, target.machine, load, base.config, lambda: sample.longest)
     choices += choose_packing(with_values(run, choices), base.config, sample.lengths, sample.trained)
     return with_values(run, choices), load, choices

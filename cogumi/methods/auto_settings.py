@@ -114,6 +114,10 @@ class Load:
     own_kernels: tuple[str, ...] = ()
     splits: tuple[int, ...] = ()
 
+    def with_prompts(self, run: RunConfig, longest: int) -> "Load":
+        """Return the load of a gspo run whose longest prompt has so many tokens, which `train.max_length` does not bound."""
+        return replace(self, length=longest + int(run.setting("max_completion_length")))
+
     def step(self, checkpointing: bool) -> int:
         """Bytes that one micro-batch takes beside weights and optimizer."""
         return step_bytes(self.micro_batch, self.shape, self.length, self.element, checkpointing)
