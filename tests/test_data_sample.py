@@ -12,6 +12,7 @@ import pytest
 from cogumi.core import run_directory
 from cogumi.core.errors import UsageError
 from cogumi.data import stdlib_sample
+from cogumi.data.source_files import locate
 from cogumi.data.stdlib_sample import collect_functions, renamings, sample_path, write_sample
 
 
@@ -171,9 +172,8 @@ def test_a_name_that_is_also_another_word_is_no_task():
 
 
 @pytest.mark.usefixtures("small_library")
-def test_a_cache_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
+def test_a_cache_that_takes_nothing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(
-        UsageError, match=r"cache: the sample cannot be written there \(File exists\); set XDG_CACHE_HOME"
-    ):
-        write_sample(tmp_path / "cache" / "a.parquet")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match=r"cogumi:stdlib: the cache cannot be written .*; set XDG_CACHE_HOME"):
+        locate("cogumi:stdlib")

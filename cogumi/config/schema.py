@@ -42,8 +42,7 @@ def path_text(place: Any) -> Any:
     return str(Path(str(place))) if place is not None and "://" not in str(place) else place
 
 
-def expand_home(place: Any) -> Any:
-    """Expand ~, which transformers does in its output directory: the run's files would be in two places."""
+def expand_home(place: Any) -> Any:  # transformers does so in its output directory
     return os.path.expanduser(place) if isinstance(place, str | Path) else place
 
 

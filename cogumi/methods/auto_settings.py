@@ -115,8 +115,9 @@ class Load:
     splits: tuple[int, ...] = ()
 
     def with_prompts(self, run: RunConfig, longest: int) -> "Load":
-        """Return the load of a gspo run whose longest prompt has so many tokens, which `train.max_length` does not bound."""
-        return replace(self, length=longest + int(run.setting("max_completion_length")))
+        """Return the load for the longest prompt of gspo, in tokens, which `train.max_length` does not bound."""
+        is_gspo = run.cogumi.method == "gspo"
+        return replace(self, length=longest + int(run.setting("max_completion_length"))) if is_gspo else self
 
     def step(self, checkpointing: bool) -> int:
         """Bytes that one micro-batch takes beside weights and optimizer."""

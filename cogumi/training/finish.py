@@ -238,9 +238,9 @@ def try_merge(
     try:
         return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, original)
     except Exception as error:  # noqa: BLE001
-        fix = f"the adapter is saved: repair what the message names, then run: {live.again}"
-        if isinstance(error, NothingToMerge):
-            fix = "see the failed check of the adapter: train again in another cogumi.run_dir"
+        repair = f"the adapter is saved: repair what the message names, then run: {live.again}"
+        train_again = "see the failed check of the adapter: train again in another cogumi.run_dir"
+        fix = train_again if isinstance(error, NothingToMerge) else repair
         return None, [*live.checks, Check("merge", one_line(error), "the adapter goes into its base", False, fix)]
 
 
