@@ -175,5 +175,5 @@ def test_a_name_that_is_also_another_word_is_no_task():
 def test_a_cache_that_takes_nothing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(UsageError, match=r"cogumi:stdlib: the cache cannot be written .*; set XDG_CACHE_HOME"):
+    with pytest.raises(UsageError, match=r"cogumi:stdlib: cannot be written .*; set XDG_CACHE_HOME"):
         locate("cogumi:stdlib")

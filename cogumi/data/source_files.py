@@ -195,8 +195,7 @@ def locate(
         try:
             sample = [sample_path(source)]
         except OSError as error:
-            fix = "set XDG_CACHE_HOME to another directory"
-            raise UsageError(f"the cache cannot be written ({error})", place=source, fix=fix) from error
+            raise UsageError(f"cannot be written ({error})", place=source, fix="set XDG_CACHE_HOME") from error
         return source, sample, files_identity(sample)
     if source.startswith("cogumi:"):
         raise UsageError(f"{source} is not known", key="data.source", fix=f"there is {', '.join(SAMPLES)}")
