@@ -283,6 +283,7 @@ REFUSED = {
     "base RUN --score rewards": "--score rewards: the configuration has no cogumi.rewards",
     "base RUN --score fluency": "no reward 'fluency'",
     "base RUN --score final_number --config CONFIG": "no rows are held out",
+    "base RUNx": "held out; there is RUN; name a YAML",
     "no/where/at RUN": "no model at 'no/where/at'",
     "EMPTY RUN": "it holds no run, no model (config.json) and no adapter",
 }
@@ -297,9 +298,22 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
     (tmp_path / "config.yaml").write_text(json.dumps(values))
     (tmp_path / "empty").mkdir()
     places = {"RUN": finished_chat.home, "CONFIG": tmp_path / "config.yaml", "EMPTY": tmp_path / "empty"}
+    places["RUNx"] = Path(f"{finished_chat.home}x")
     status, output, beside = command_line("compare", *(places.get(word, word) for word in words.split()))
     assert (status, output) == (2, "")
-    assert REFUSED[words] in beside.splitlines()[-1]
+    assert REFUSED[words].replace("RUN", str(finished_chat.home)) in beside.splitlines()[-1]
+
+
+def test_a_model_is_looked_for_at_the_hub_without_the_libraries_retries(
+    finished_chat: FinishedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_commit(name: str) -> str:
+        raise UsageError(f"no model at {name!r}", key="model.name")
+
+    monkeypatch.setattr("cogumi.evaluation.comparison.find_commit", find_commit)
+    run = load_config(finished_chat.home / "config.yaml", cogumi__run_dir="elsewhere")
+    with pytest.raises(UsageError, match=r"^bas: no model at 'bas'"):
+        compare_models({"a": "bas"}, run, 4)
 
 
 def test_the_notebooks_table_marks_each_answer_right_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

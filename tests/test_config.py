@@ -61,6 +61,22 @@ def test_a_good_config_is_bound_to_the_trainers_types(
     assert run.run_dir == Path("runs/run")
 
 
+def test_paths_begin_at_home_where_they_say_so(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = (
+        "model.name",
+        "model.adapter",
+        "cogumi.run_dir",
+        "cogumi.mirror",
+        "cogumi.merge_base",
+        "cogumi.compare_with",
+    )
+    run = load_config(config, **{key.replace(".", "__"): "~/a" for key in keys})
+    sections = {"model": run.model, "cogumi": run.cogumi}
+    values = {key: str(getattr(sections[key.partition(".")[0]], key.partition(".")[2])) for key in keys}
+    assert values == dict.fromkeys(keys, "/home/me/a")
+
+
 def test_null_takes_a_key_away_unless_it_is_one_of_its_values(config: Path) -> None:
     run = load_config(config, train__max_steps=None, lora__target_modules=None)
     assert run.train == {"learning_rate": 5e-7}

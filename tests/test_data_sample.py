@@ -12,6 +12,7 @@ import pytest
 from cogumi.core import run_directory
 from cogumi.core.errors import UsageError
 from cogumi.data import stdlib_sample
+from cogumi.data.source_files import locate
 from cogumi.data.stdlib_sample import collect_functions, renamings, sample_path, write_sample
 
 
@@ -168,3 +169,11 @@ def test_a_name_that_is_also_another_word_is_no_task():
         source = ask.format(line)
         common = [f"def g{n}(common):\n    return common\n" for n in range(stdlib_sample.COMMON_NAME)]
         assert not [task for task in renamings([source, *common])["task"] if task.startswith("Rename total")]
+
+
+@pytest.mark.usefixtures("small_library")
+def test_a_cache_that_takes_nothing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UsageError, match=r"cogumi:stdlib: cannot be written .*; set XDG_CACHE_HOME"):
+        locate("cogumi:stdlib")

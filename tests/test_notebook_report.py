@@ -320,13 +320,20 @@ def test_where_there_is_no_run_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_it_is_written_from_a_terminal_and_from_a_run(
-    run: Path, command_line: Callable[..., tuple[int, str, str]]
+    run: Path,
+    command_line: Callable[..., tuple[int, str, str]],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = sorted(path.name for path in run.iterdir())
     assert cogumi.attach(run).report() == run / "report.html"
     assert before == sorted(path.name for path in run.iterdir())  # the run had left one: it is replaced
     status, shown, _ = command_line("report", run)
     assert (status, "report.html: one file" in shown) == (0, True)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(elsewhere)
+    status, shown, _ = command_line("report", run, "--out", ".")
+    assert (status, shown.partition(":")[0], os.listdir(elsewhere)) == (0, "report.html", ["report.html"])
     status, shown, wrong = command_line("report", f"{run}x")
     assert (status, shown) == (2, "")
     assert "no run there; there is" in wrong

@@ -10,7 +10,7 @@ import pytest
 from golden import Golden
 
 from cogumi.core.errors import UsageError
-from cogumi.core.run_directory import append_jsonl, create_run_dir, read_jsonl, write_atomic, write_json
+from cogumi.core.run_directory import append_jsonl, create_run_dir, is_empty, read_jsonl, write_atomic, write_json
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -77,3 +77,5 @@ def test_a_directory_in_use_is_refused_with_what_is_in_it(tmp_path: Path, golden
     with golden.raises("train", message="notes.txt", fix="cogumi.run_dir"):
         create_run_dir(tmp_path / "b" / "notes.txt")
     assert (tmp_path / "b" / "notes.txt").read_text() == "mine"
+    with pytest.raises(UsageError, match="cannot write the run directory: File name too long"):
+        is_empty(tmp_path / ("x" * 300))

@@ -372,6 +372,14 @@ run_command(app)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f" + BIDI + "]", said), said
 
 
+def test_a_character_that_standard_output_lacks_is_escaped() -> None:
+    code = "import typer; from cogumi.core.output import print_text, run_command; app = typer.Typer(); "
+    code += "app.command()(lambda: print_text('ü')); run_command(app)"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "\\xfc\n"), done.stderr
+
+
 def test_json_stays_json_and_holds_no_control_character(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"é": EVIL, "path": "caf\udce9"})
     written = capsys.readouterr().out

@@ -614,6 +614,8 @@ def test_a_merge_that_is_refused_after_training_is_a_failed_check(sft: Config) -
     result = cogumi.train(sft, train__learning_rate=0.0)
     failed = {check.name: check.figure for check in result.verdict.checks if not check.passed}
     assert set(failed) == {"adapter", "merge"}
+    fixes = {check.name: check.fix for check in result.verdict.checks}
+    assert fixes["merge"] == "see the failed check of the adapter: train again in another cogumi.run_dir"
     assert "changes nothing" in failed["merge"]
     assert result.merged is None
     assert result.adapter.is_dir()

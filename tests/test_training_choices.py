@@ -5,26 +5,30 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from builders import run_config
+from datasets import Dataset
 from safetensors.torch import load_file
 
 import cogumi
 from cogumi.config.schema import RunConfig, load_config
 from cogumi.core.errors import UsageError
 from cogumi.core.run_directory import read_json, write_json
+from cogumi.data.rows import Lengths
 from cogumi.forecast.memory_forecast import planned_work
 from cogumi.methods import auto_settings, gspo
 from cogumi.methods.auto_settings import Load, Machine, apply_choices, choose, load_of, with_values
 from cogumi.methods.examples import longest_example
 from cogumi.methods.step_split import batch_of, split_step
-from cogumi.models.loading import load_model, read_base
+from cogumi.models.loading import load_model, load_tokenizer, read_base
 from cogumi.patches import unsloth_rl
 from cogumi.rl.memory_plan import ModelShape
 from cogumi.stack.probes import HUB_FLASH_ATTN, flash_attention
+from cogumi.training.estimate import make_choices
 
 GIB = 2**30
 H100 = Machine("H100", (9, 0), 79 * GIB, True, "flash_attention_3", "to 0.003")
@@ -324,6 +328,20 @@ def test_a_run_says_what_was_chosen_and_why(tiny_model: Path, code_parquet: Path
     assert f"chosen: {CHECKPOINTING}: False ({choice['reason']})" in (result.run_dir / "run.log").read_text()
     # what the user said, and no more
     assert "gradient_checkpointing" not in (result.run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("words", [3, 3000])  # the default budget of an example is 1,024 tokens
+def test_memory_of_a_rollout_is_counted_by_its_longest_prompt(words: int, tiny_model: Path, tmp_path: Path) -> None:
+    train = {"per_device_train_batch_size": 4, "max_completion_length": 16}
+    sections = {"model": {"name": str(tiny_model)}, "data": {"source": "x", "format": "chat"}, "train": train}
+    run = load_config(sections | {"cogumi": {"method": "gspo", "run_dir": str(tmp_path)}})
+    base, prompts = read_base(str(tiny_model)), ["x", " ".join(["x"] * words)]
+    tokenizer = load_tokenizer(base)
+    data: Any = SimpleNamespace(dataset=Dataset.from_dict({"prompt": prompts}), lengths=Lengths())
+    make_choices(run, base, data, tokenizer)
+    reasons = {choice["key"]: choice["reason"] for choice in read_json(tmp_path / "decisions.json")["settings"]}
+    longest = len(tokenizer(prompts[1])["input_ids"])
+    assert reasons[CHECKPOINTING].startswith(f"4 x {longest + 16} tokens")
 
 
 def test_a_run_that_goes_on_keeps_what_was_chosen(tiny_model: Path, code_parquet: Path, tmp_path: Path) -> None:

@@ -69,9 +69,10 @@ def train(config: Config, overrides: Overrides = None) -> None:
         result = entry.train_run(run)
         if leads:
             print_text(format_sentence(status_of(result.run_dir)))
-            if result.passed and (result.run_dir / SAMPLES_FILE).exists():
+            if result.passed:
                 run_dir = shlex.quote(relative_path(str(result.run_dir)))
-                better = "" if run.cogumi.compare_with else f", or whether it is better: cogumi compare base {run_dir}"
+                is_compared = run.cogumi.compare_with or not (result.run_dir / SAMPLES_FILE).exists()
+                better = "" if is_compared else f", or whether it is better: cogumi compare base {run_dir}"
                 print_text(f"next: cogumi chat {run_dir}{better}")
     raise typer.Exit(0 if result.passed else 1)
 

@@ -24,6 +24,7 @@ from cogumi.telemetry.status import (
     format_headline,
     format_screen,
     format_sentence,
+    hint_of_runs,
     is_run,
     relative_path,
     runs_below,
@@ -333,6 +334,7 @@ def compare(
     run_dirs = [model for model in models if is_run(Path(model))]
     if config is None and not run_dirs:
         message = f"none of {', '.join(models)} is a run, whose configuration would say which prompts are held out"
+        message += hint_of_runs(Path(models[-1]))
         raise UsageError(message, key="--config", fix="name a YAML")
     run = load_config(config or Path(run_dirs[-1], "config.yaml"))
     use_one_gpu()  # before torch is imported

@@ -42,10 +42,14 @@ def path_text(place: Any) -> Any:
     return str(Path(str(place))) if place is not None and "://" not in str(place) else place
 
 
+# Expands ~, as transformers does in its output directory.
+IN_HOME = BeforeValidator(lambda place: os.path.expanduser(place) if isinstance(place, str | Path) else place)
+
+
 class ModelSection(Section):
     """The section `model:`."""
 
-    name: str
+    name: Annotated[str, IN_HOME]
     """A directory, a hub id, or `cogumi:small-base` (the small model of Python code that comes with the package)."""
     revision: str | None = None
     """Hub revision; a commit hash makes the run repeatable."""
@@ -55,7 +59,7 @@ class ModelSection(Section):
     """As in transformers: sdpa, eager, flash_attention_2, ...; chosen by the machine and the model when unset."""
     quantization_config: dict[str, Any] | None = None
     """transformers' BitsAndBytesConfig. `load_in_4bit: true` alone is QLoRA: nf4 with double quantization, in `dtype`."""
-    adapter: Annotated[str | None, BeforeValidator(path_text)] = None
+    adapter: Annotated[str | None, BeforeValidator(path_text), IN_HOME] = None
     """The adapter to start from, whose `lora:` section holds: a directory such as runs/sft/adapter, `user/repo` or
     `user/repo@revision` on the hub, `hf://user/repo/folder`, `s3://bucket/run`, or a mirror, whose newest checkpoint is taken."""
     _fetched: dict[str, str] = PrivateAttr(default_factory=dict)  # `methods/adapter_source.py`
@@ -205,7 +209,7 @@ class CogumiSection(Section):
     sharding: Literal["none", "fsdp2"] = "none"
     """With several processes. none: each has the whole model (DDP). fsdp2: each has a share of it (FSDP2)."""
 
-    run_dir: Path | None = None
+    run_dir: Annotated[Path | None, IN_HOME] = None
     """Where the run is written; `runs/<name of the YAML>` by default."""
     rewards: list[str | dict[str, Any]] = ["edit_similarity"]
     """gspo: what scores a completion: names, or `{name: overlong, weight: 0.5, buffer: 64}` with arguments of the function.
@@ -255,7 +259,7 @@ class CogumiSection(Section):
     """When a flag turns red: say so, wait with a checkpoint until PAUSED is removed, or end the run with a checkpoint."""
     flags: Thresholds = Thresholds()
     """From where on some flags are yellow or red; the other limits are fixed."""
-    mirror: str | None = None
+    mirror: Annotated[str | None, IN_HOME] = None
     """Where the run and its checkpoints are copied to: a directory, an fsspec URL such as s3://bucket/run, or
     hf://user/repository. A machine without the run continues it from there."""
     price_per_hour: float | None = Field(default=None, gt=0)
@@ -274,14 +278,14 @@ class CogumiSection(Section):
     """layers: torch.compile, layer by layer, from the first step. auto: on a GPU, in long runs where that was tried."""
     merge: bool = True
     """Merge the adapter into the full-precision base at the end, and check the merged model against the live one."""
-    merge_base: str | None = None
+    merge_base: Annotated[str | None, IN_HOME] = None
     """The full-precision model to merge into, a directory or hub id, where `model.name` is quantized on disk. By default
     it is found by the name of the quantized one."""
     merge_dtype: Literal["auto", "base", "float32"] = "auto"
     """Dtype of the merged model. auto: the base's; float32 where that loses over 2 % of the update or `model.dtype` is it."""
     forgetting: bool = False
     """At the end let the base and the result answer sixty instructions that come with the package, and report what broke."""
-    compare_with: str | None = None
+    compare_with: Annotated[str | None, IN_HOME] = None
     """Compare the result with another model on at most 200 held-out rows: `base` (`model.name`), a path or a hub id. Worse on
     what the method trains for (likelihood, preference margin, rewards) fails a check."""
     gate: Literal["better", "not_worse"] | None = None

@@ -49,6 +49,10 @@ class RefusedAtSetup(UsageError):
     """A library refuses a setting before the first step; the run leaves no directory."""
 
 
+class NothingToMerge(UsageError):
+    """All updates of an adapter are zero."""
+
+
 class DiskFull(UsageError):
     """Something does not fit on the disk of the directory `place`; needed: its bytes, 0 if unknown."""
 

@@ -1,6 +1,7 @@
 """Output of the commands. Control characters in text of others (data, logs, file names, errors) are made visible."""
 
 import errno
+import io
 import json
 import logging
 import os
@@ -89,6 +90,8 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ..
 
 def run_command(app: typer.Typer) -> None:
     """Run a Typer app; a mistake of the user is one line and exit status 2, Ctrl-C is 130, what to try again is 75."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error does where the locale lacks a character
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(VisibleFormatter("%(message)s"))
     handler.setLevel(logging.INFO)

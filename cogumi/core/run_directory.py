@@ -58,9 +58,12 @@ def unwritable_error(path: Path, error: OSError) -> UsageError:
 
 def is_empty(path: Path) -> bool:
     """Tell whether the directory is missing, empty, or only has the files of a detached start. Raises UsageError for a file."""
-    if os.path.lexists(path) and not path.is_dir():
-        raise UsageError(f"{path} is a file, not a directory", fix="set cogumi.run_dir to a new directory")
-    return not path.is_dir() or all(entry.name in (CONSOLE, START) for entry in path.iterdir())
+    try:
+        if os.path.lexists(path) and not path.is_dir():
+            raise UsageError(f"{path} is a file, not a directory", fix="set cogumi.run_dir to a new directory")
+        return not path.is_dir() or all(entry.name in (CONSOLE, START) for entry in path.iterdir())
+    except OSError as error:  # its name is too long, or it cannot be read
+        raise unwritable_error(path, error) from None
 
 
 def refuse_occupied(path: Path) -> None:

@@ -192,7 +192,10 @@ def locate(
     source = os.path.expanduser(source)
     has_card = _has_card(Path(source))
     if source in SAMPLES:
-        sample = [sample_path(source)]
+        try:
+            sample = [sample_path(source)]
+        except OSError as error:
+            raise UsageError(f"cannot be written ({error})", place=source, fix="set XDG_CACHE_HOME") from error
         return source, sample, files_identity(sample)
     if source.startswith("cogumi:"):
         raise UsageError(f"{source} is not known", key="data.source", fix=f"there is {', '.join(SAMPLES)}")

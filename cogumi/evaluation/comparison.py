@@ -20,6 +20,7 @@ from cogumi.evaluation.paired import MIN_DECIDABLE_ROWS, MIN_ROWS, Comparison
 from cogumi.evaluation.reward_scores import Scored, call_rewards, read_rewards, read_weights
 from cogumi.evaluation.saved_models import BASE, MAX_NEW_TOKENS, MODEL, ChatSetup, LoadedModels, ModelFiles, read_setup
 from cogumi.health.verdict import Check
+from cogumi.hub.downloads import find_commit
 from cogumi.methods.examples import DATA, Examples, prepare_examples, render_prompts
 from cogumi.methods.gspo import task_of
 from cogumi.methods.preparation import load_run_tokenizer, prepare_base
@@ -131,7 +132,7 @@ def find_model(place: str, run: RunConfig, base: RunBase | None) -> ChatSetup:
     if Path(place).is_dir():
         return read_setup(Path(place))
     try:
-        name = read_base(place).name
+        name = read_base(place, find_commit(place)).name
     except UsageError as error:  # a model that is named here, and not by the configuration
         raise UsageError(error.message, place=error.place, key=place, fix=error.fix) from error
     return ChatSetup(Path(name), ModelFiles(merged=Path(name)), (MODEL,), name)

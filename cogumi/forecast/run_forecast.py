@@ -266,7 +266,7 @@ def choose_for_target(
     run_there = run.model_copy(deep=True)
     if run_there.model.dtype == "auto" and run_there.cogumi.tuning != "full":  # every weight is trained in float32 then
         run_there.model.dtype = "bfloat16" if target.machine.bf16 else "float32"
-    load = load_of(run_there, base)
+    load = load_of(run_there, base).with_prompts(run, sample.longest)
     choices = choose_with_engine(run_there, target.machine, load, base.config, lambda: sample.longest)
     choices += choose_packing(with_values(run, choices), base.config, sample.lengths, sample.trained)
     return with_values(run, choices), load, choices

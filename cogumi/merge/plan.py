@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from cogumi.core.checkpoint_faults import Fault, incomplete
-from cogumi.core.errors import UsageError
+from cogumi.core.errors import NothingToMerge, UsageError
 from cogumi.core.safetensors_file import (
     FLOAT_DTYPES,
     Shard,
@@ -257,7 +257,8 @@ def check_effect(changes: Changes, checkpoint: Checkpoint, adapters: Sequence[tu
     if not terms or any(term.scaling for term in terms):
         if len(adapters) > 1:
             raise adapter.refused("the sum changes nothing: the updates cancel each other", fix="change the weights")
-        raise adapter.refused("it changes nothing: all its updates are zero", fix="was it saved before training?")
+        message = f"adapter {adapter.path}: it changes nothing: all its updates are zero"
+        raise NothingToMerge(message, fix="was it saved before training?")
     key = "alpha_pattern" if adapter.config.get("lora_alpha") else "lora_alpha"
     fix = f"set {key} in its adapter_config.json to the value it was trained with"
     if key == "lora_alpha":  # verl's model merger until early 2026, whatever the training had

@@ -114,6 +114,11 @@ class Load:
     own_kernels: tuple[str, ...] = ()
     splits: tuple[int, ...] = ()
 
+    def with_prompts(self, run: RunConfig, longest: int) -> "Load":
+        """Return the load for the longest prompt of gspo, in tokens, which `train.max_length` does not bound."""
+        is_gspo = run.cogumi.method == "gspo"
+        return replace(self, length=longest + int(run.setting("max_completion_length"))) if is_gspo else self
+
     def step(self, checkpointing: bool) -> int:
         """Bytes that one micro-batch takes beside weights and optimizer."""
         return step_bytes(self.micro_batch, self.shape, self.length, self.element, checkpointing)

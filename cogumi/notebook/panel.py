@@ -261,12 +261,13 @@ PEAKS = {
 
 
 def write_report(run_dir: str | PathLike[str], out: str | PathLike[str] | None = None) -> Path:
-    """Write the report of a run to `out`, by default report.html in its directory, and return the path.
+    """Write the report of a run to the file `out`, or as report.html into a directory, by default its own. Return the path.
 
     Raises UsageError where there is no run, and where nothing can be written.
     """
     run = Path(run_dir)
-    path = run / REPORT if out is None else Path(out)
+    path = Path(run if out is None else out)
+    path = path / REPORT if path.is_dir() else path
     page = render_report(take_snapshot(run, checkpoints=None))
     try:
         write_atomic(path, page)

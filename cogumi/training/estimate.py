@@ -30,10 +30,10 @@ def make_choices(run: RunConfig, base: RunBase, data: Data, tokenizer: Any) -> R
     """Return the run with open settings decided; if vLLM samples, for all its prompts."""
 
     def decide(run: RunConfig, machine: Machine, load: Load) -> list[Choice]:
-        def longest() -> int:
-            return max(data_sample.prompt_lengths(run, list(data.dataset["prompt"]), tokenizer))
-
-        choices = choose_with_engine(run, machine, load, base.config, longest)
+        is_gspo = run.cogumi.method == "gspo"
+        longest = max(data_sample.prompt_lengths(run, list(data.dataset["prompt"]), tokenizer)) if is_gspo else 0
+        load = load.with_prompts(run, longest)
+        choices = choose_with_engine(run, machine, load, base.config, lambda: longest)
         return choices + choose_packing(with_values(run, choices), base.config, data.lengths, len(data.dataset))
 
     return apply_choices(run, base, decide)

@@ -17,7 +17,7 @@ from cogumi.checkpoints.saving import RETRY_SECONDS
 from cogumi.checkpoints.snapshots import thin_out
 from cogumi.config.schema import RunConfig
 from cogumi.core.disk_space import space_of
-from cogumi.core.errors import DiskFull, UsageError, best_effort
+from cogumi.core.errors import DiskFull, NothingToMerge, UsageError, best_effort
 from cogumi.core.formatting import format_bytes, one_line
 from cogumi.core.liveness import beat
 from cogumi.core.run_directory import DECISIONS, read_json, read_section, write_atomic, write_json, write_section
@@ -239,7 +239,9 @@ def try_merge(
     try:
         return retry_when_full(run, "merge", merge_and_check, run, adapter, base, live, original)
     except Exception as error:  # noqa: BLE001
-        fix = f"the adapter is saved: repair what the message names, then run: {live.again}"
+        repair = f"the adapter is saved: repair what the message names, then run: {live.again}"
+        train_again = "see the failed check of the adapter: train again in another cogumi.run_dir"
+        fix = train_again if isinstance(error, NothingToMerge) else repair
         return None, [*live.checks, Check("merge", one_line(error), "the adapter goes into its base", False, fix)]
 
 
