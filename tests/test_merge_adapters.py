@@ -522,4 +522,4 @@ def test_a_bias_of_the_model_itself(tmp_path: Path) -> None:
 
 def test_a_layer_whose_name_another_format_has_too() -> None:
     assert not OTHER_NAMES.search("base_model.model.model.multi_modal_projector.feed_forward.linear_in.lora_A.weight")
-    assert OTHER_NAMES.search("decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight")
+    assert OTHER_NAMES.search("base_model.model.decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight")

@@ -47,7 +47,7 @@ TRAINED_BESIDE = (
     "new_embeddings.safetensors", "new_embeddings.bin",
 )  # fmt: skip
 # Names of factors and files in other formats than PEFT's.
-OTHER_NAMES = re.compile(r"\.lora_[ab](\.|$)|lora[._](down|up)\.|\.adapter\.linear_(in|out)\.")
+OTHER_NAMES = re.compile(r"\.lora_[ab](\.|$)|lora[._](down|up)\.|\.linear_(in|out)\.weight$")
 OTHER_FILES = re.compile(r"adapters?\.safetensors|.*\.(gguf|pt|pth|nemo)")
 OTHER_FORMAT = (
     "it may be of MLX, torchtune, llama.cpp, Kohya or NeMo: convert it to PEFT's format with the tool that wrote it"
@@ -205,8 +205,8 @@ def resolve_adapter(path: Path) -> Adapter:
             if f"{PREFIX}{tensor_name}" in standard.values() and "lm_head" not in (config.get(key) or ()):
                 config[key] = [*(config.get(key) or ()), "lm_head"]
     adapter = Adapter(path, config, (), directory=path)
-    matrices = [standard.get(span.name, "") for span in spans if len(span.shape) == 3]
-    is_stacked = any(".experts." in name and FACTOR.fullmatch(name) for name in matrices)
+    stacks = [span.name for span in spans if len(span.shape) == 3 and ".experts." in span.name]
+    is_stacked = any(FACTOR.fullmatch(standard_name(name)) for name in stacks)
     is_other = len(standard) < len(spans) or any(name != other for name, other in standard.items())
     if len(files) > 1 or is_stacked or config != stored or is_other:
         loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -344,8 +344,7 @@ def read_factors(adapter: Adapter) -> tuple[Span, ...]:
                 fix = OTHER_FORMAT if OTHER_NAMES.search(name) else "save it with save_pretrained"
                 raise UsageError(f"adapter {path}: {name} is not a name that PEFT writes", fix=fix)
             tensor = weights.get_tensor(name)
-            is_count = name.endswith(".num_batches_tracked")  # of a BatchNorm
-            if tensor.dtype not in FLOAT_DTYPES.values() and not is_count:
+            if tensor.dtype not in FLOAT_DTYPES.values():
                 raise UsageError(f"adapter {path}: {name} is {tensor.dtype}", fix="convert it to float32")
             if tensor.shape == (0,):
                 fix = "save with stage3_gather_16bit_weights_on_model_save, or run the checkpoint's zero_to_fp32.py"

@@ -44,8 +44,6 @@ FUSED_LAYERS = {
     "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-
-
 # New names of an adapter's modules by the old, layers that a model of the base stacks, and that model.
 Located = tuple[dict[str, tuple[str, ...]], list["Expert"], Any]
 
@@ -71,11 +69,11 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
 
     Raises UsageError for an adapter of which more than one reading, or none, fits the base.
     """
-    factors = {module_of(span.name) for span in adapter.spans if FACTOR.fullmatch(span.name)}
-    modules = factors | {module_of(span.name) for span in adapter.spans}
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 
+    factors = {module_of(span.name) for span in adapter.spans if FACTOR.fullmatch(span.name)}
+    modules = factors | {module_of(span.name) for span in adapter.spans}
     renamed, experts, model = located = locate_modules(modules, base.model_config)
     kinds, has_stacks = dict(model.named_modules()), adapter.config.get("target_parameters")
     is_unnamed = adapter.config.get("target_modules") in (None, "all-linear")
@@ -127,8 +125,7 @@ def with_scaled_embeddings(adapter: Adapter, kinds: Mapping[str, Any]) -> Adapte
 def locate_modules(modules: set[str], config: Any) -> Located:
     """Return names of an adapter's modules in a model that has others, layers that it stacks, and that model of a base.
 
-    A stack that was a module of its own (GraniteMoe's input_linear) gets the name of its parameter. The first class in which
-    every module is found is taken; modules that no class has are left to the plan's own error.
+    The first class in which every module is found is taken; modules that no class has are left to the plan's own error.
     """
     first = None
     for kind in candidate_classes(config):
@@ -148,7 +145,7 @@ def locate_modules(modules: set[str], config: Any) -> Located:
             if pattern is None and parameter.removesuffix(".weight") in known:
                 renamed[module] = (parameter.removesuffix(".weight"),)
             elif pattern is None and parameter in parameters and parameters[parameter].ndim == 3:
-                renamed[module] = (parameter,)
+                renamed[module] = (parameter,)  # of a stack that was a module, as GraniteMoe's input_linear
             elif patterns and number and parameter in parameters:
                 part = patterns.index(str(pattern))
                 by_module[module] = Expert(module, parameter, int(number[1]), axis=2, part=part, parts=len(patterns))
@@ -265,14 +262,11 @@ def with_model_names(adapter: Adapter, base: Base, located: Located, layout: Exp
             continue
         targets = renamed.get(module, (module,))
         is_a = match is not None and match["side"] == "A"
-        parts = [tensor] * len(targets)
-        if len(targets) > 1 and not is_a:
-            heights = [len(kinds[target].weight) for target in targets]
-            if sum(heights) != len(tensor):
-                problem = f"{name} has {len(tensor)} rows for {', '.join(targets)} of {heights}"
-                raise adapter.refused(problem, fix=OTHER_BASE)
-            parts = list(tensor.split(heights))
-        for target, part in zip(targets, parts, strict=True):
+        heights = [len(kinds[target].weight) for target in targets] if len(targets) > 1 and not is_a else [len(tensor)]
+        if sum(heights) != len(tensor):
+            problem = f"{name} has {len(tensor)} rows for {', '.join(targets)} of {heights}"
+            raise adapter.refused(problem, fix=OTHER_BASE)
+        for target, part in zip(targets, tensor.split(heights) * (len(targets) if is_a else 1), strict=False):
             out[name.replace(f"{PREFIX}{module}", f"{PREFIX}{target}", 1)] = part.clone()
             if is_a and (matrix := target_of(kinds, target)):
                 scalings[matrix] = len(tensor), scaling_of(config, module) * len(tensor)
@@ -318,11 +312,8 @@ def with_model_names(adapter: Adapter, base: Base, located: Located, layout: Exp
         installed = Reading(2 if swaps_features(wrapper) else 1, grouped=False)
         pair = as_reading(flat_a, flat_b, count, readings[parameter], installed)
         out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = pair
-    if experts:
-        return adapter.rewritten(
-            out, config, f"{len(experts)} layers of single experts, which this transformers stacks"
-        )
-    return adapter.rewritten(out, config, str(layout or ""))
+    evidence = f"{len(experts)} layers of single experts, which this transformers stacks" if experts else ""
+    return adapter.rewritten(out, config, evidence or str(layout or ""))
 
 
 def check_promises(adapter: Adapter, base: Base, experts: list[Expert], counts: Mapping[str, int]) -> None:
@@ -424,9 +415,10 @@ def stack_parameter(key: str, wrapper: Any) -> str:
     return f"{key.removeprefix(PREFIX).replace('.base_layer', '')}.{wrapper.parameter_name}"
 
 
-def layout_of(adapter: Adapter, stacks: list[Stack], chosen: str | None, transformers: str | None) -> ExpertLayout:
+def layout_of(adapter: Adapter, stacks: list[Stack], chosen: str | None) -> ExpertLayout:
+    record = read_base_record(adapter.path)
     try:
-        return read_layout(adapter.config, stacks, chosen, transformers)
+        return read_layout(adapter.config, stacks, chosen, record.transformers if record else None)
     except UsageError as error:
         raise UsageError(f"adapter {adapter.path}: {error.message}", key=error.key, fix=error.fix) from error
 
@@ -438,7 +430,7 @@ def read_stacks(adapter: Adapter, model: Any, names: Mapping[str, str], expert_l
         factors = shapes[f"{PREFIX}{module}.lora_A.weight"], shapes[f"{PREFIX}{module}.lora_B.weight"]
         family = stack_family(model.get_submodule(parameter.rpartition(".")[0]))
         stacks.append(Stack(parameter, tuple(model.get_parameter(parameter).shape), factors, False, family))
-    return layout_of(adapter, stacks, expert_layout, "4.57")
+    return layout_of(adapter, stacks, expert_layout)
 
 
 def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout: str | None) -> Adapter:
@@ -456,8 +448,7 @@ def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout
             stacks[key] = Stack(parameter, shape, (shapes[0], shapes[1]), is_in_out, stack_family(experts))
     if not stacks:
         return adapter
-    record = read_base_record(adapter.path)
-    layout = layout_of(adapter, list(stacks.values()), expert_layout, record.transformers if record else None)
+    layout = layout_of(adapter, list(stacks.values()), expert_layout)
     installed = {key: Reading(2 if swaps_features(wrappers[key]) else 1, grouped=False) for key in stacks}
     readings = {key: (layout.readings[stacks[key].parameter], installed[key]) for key in stacks}
     changed = [key for key, (stored, installed) in readings.items() if stored != installed]

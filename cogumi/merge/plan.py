@@ -337,12 +337,12 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
         # transformers ties two stored tensors only where they are equal, whatever the config says.
         stored_head = checkpoint.spans[head_places[0].tensor] if head_places else None
         if stored_head and not leading_rows_equal(stored_head, checkpoint.spans[homes[0].tensor]):
-            is_apart = base.config.get("tie_word_embeddings") is False  # T5's class ties them, whatever its file says
-            if is_apart and not changes.parameters.get(head, Change()).rows:
-                continue
+            if base.config.get("tie_word_embeddings") is False and not changes.parameters.get(head, Change()).rows:
+                continue  # T5's class calls them tied, whatever the file says
             message = f"base {base.name} stores a {head} that differs from the {embedding} it should be tied to"
-            fix = "load both with the transformers that trained it, which decides whether the tokens are of both"
-            raise UsageError(message, fix=fix if is_apart else "set tie_word_embeddings to false in its config.json")
+            raise UsageError(
+                message, fix="set tie_word_embeddings to false in its config.json; train T5 without tokens"
+            )
         if same_change(changes.parameters.get(head), changes.parameters.get(embedding)):
             del changes.parameters[head]
             if head_places:
