@@ -12,6 +12,7 @@ from builders import (
     INPUT_IDS,
     LINEARS,
     SIZES,
+    add_tensors,
     all_tensors,
     check_close,
     check_merge,
@@ -20,6 +21,8 @@ from builders import (
     edit_config,
     edit_tensors,
     load,
+    logits,
+    rms,
     save_base,
     train,
 )
@@ -28,8 +31,11 @@ from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lo
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     BioGptConfig,
     GPTNeoXConfig,
+    LEDConfig,
+    LEDForConditionalGeneration,
     LlamaConfig,
     LongcatFlashConfig,
     MambaConfig,
@@ -41,7 +47,7 @@ from transformers.models.inkling import InklingTextConfig, modeling_inkling
 
 from cogumi.core.errors import UsageError
 from cogumi.merge import check_merged, merge_adapter
-from cogumi.merge.adapter_files import serving_limits, standard_name
+from cogumi.merge.adapter_files import OTHER_NAMES, serving_limits, standard_name
 from cogumi.merge.inspection import inspect
 
 
@@ -485,3 +491,35 @@ def test_a_head_with_a_bias(lora: dict[str, Any], tmp_path: Path) -> None:
         for name in load_file(adapter / "adapter_model.safetensors")
     )
     check_merge(base, adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_biases_that_are_saved_three_times(kind: str, tmp_path: Path) -> None:
+    """bias="all" saves those of the head's copy and of the untrained head, too: under names with or without `default`."""
+    config = CONFIG_MAPPING[kind.lower()](**SIZES, num_labels=3, architectures=[f"{kind}ForSequenceClassification"])
+    base = save_base(tmp_path / "base", config)
+    live = load(base)
+    adapter = train(live, tmp_path / "adapter", target_modules=["query"], task_type="SEQ_CLS", bias="all")
+    assert sum("original_module" in name for name in all_tensors(adapter)) == (2 if kind == "Roberta" else 1)
+    merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
+    trained = logits(live)
+    check_close(rms(logits(load(tmp_path / "out")) - trained), rms(trained - logits(load(base))))
+
+
+def test_a_bias_of_the_model_itself(tmp_path: Path) -> None:
+    """Older PEFT saved buffers, too: final_logits_bias is in no module, and LED has no class for text alone to find it in."""
+    half = {"layers": 1, "attention_heads": 4, "ffn_dim": 96}
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in half.items()}
+    torch.manual_seed(0)
+    config = LEDConfig(**sizes, d_model=64, vocab_size=256, max_encoder_position_embeddings=64)
+    LEDForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    adapter = train(load(tmp_path / "base"), tmp_path / "adapter", target_modules=["query"], task_type=None, bias="all")
+    trained = PeftModel.from_pretrained(load(tmp_path / "base"), str(adapter)).merge_and_unload().state_dict()
+    add_tensors(adapter, {"base_model.model.final_logits_bias": torch.zeros(1, 256)})
+    merge_adapter(adapter, tmp_path / "out", base=tmp_path / "base", progress=False)
+    assert all(torch.allclose(tensor, trained[name]) for name, tensor in all_tensors(tmp_path / "out").items())
+
+
+def test_a_layer_whose_name_another_format_has_too() -> None:
+    assert not OTHER_NAMES.search("base_model.model.model.multi_modal_projector.feed_forward.linear_in.lora_A.weight")
+    assert OTHER_NAMES.search("base_model.model.decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight")

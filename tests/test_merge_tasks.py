@@ -36,6 +36,8 @@ from transformers import (
     SwitchTransformersConfig,
     T5Config,
     ViTConfig,
+    Wav2Vec2BertConfig,
+    Wav2Vec2BertModel,
     Wav2Vec2Config,
     WhisperConfig,
 )
@@ -219,3 +221,12 @@ def test_experts_of_an_adapter_on_a_model_without_its_head(tmp_path: Path) -> No
     assert report.logits is not None
     merged = AutoModel.from_pretrained(tmp_path / "out", dtype=torch.float32)
     check_close(rms(output(merged) - output(live)), rms(output(live) - before))
+
+
+def test_a_model_without_a_vocabulary(tmp_path: Path) -> None:
+    sizes = SIZES | SOUND | {"vocab_size": None, "feature_projection_input_dim": 8, "num_hidden_layers": 1}
+    config = Wav2Vec2BertConfig(**sizes, architectures=["Wav2Vec2BertModel"], position_embeddings_type=None)
+    base = tmp_path / "base"
+    Wav2Vec2BertModel(config).save_pretrained(base)
+    adapter = train(load(base), tmp_path / "adapter", target_modules=["linear_q", "linear_out"], task_type=None)
+    assert merge_adapter(adapter, tmp_path / "out", base=base, progress=False).tensors_merged == 2

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from builders import (
+    INPUT_IDS,
     SIZES,
+    add_tensors,
     all_tensors,
     check_merge,
     closed_form,
@@ -30,11 +32,13 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    T5Config,
     Zamba2Config,
 )
 
@@ -234,3 +238,61 @@ def test_layers_with_one_weight_that_an_adapter_changes_apart(tmp_path: Path) ->
     adapter = train_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "gate_up_proj"], lora_alpha=99)
     check_merge(base, adapter, tmp_path / "out")
     assert load(tmp_path / "out").config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("pattern", [{}, {r"layers\.1\..*input_linear\.weight": 5}])
+@pytest.mark.parametrize("peft", [None, "0.19.1"])
+def test_stacks_that_were_modules_of_their_own(peft: str | None, pattern: dict[str, int], tmp_path: Path) -> None:
+    """GraniteMoe's and Aria's until transformers 5. Their names and patterns are those of then, their axis is PEFT's."""
+    base = save_base(tmp_path / "base", GraniteMoeConfig(**SIZES, num_local_experts=4))
+    before, factors, updates = all_tensors(base), {}, {}
+    torch.manual_seed(1)
+    for name, weight in before.items():
+        if weight.ndim == 3:
+            alpha, (first, last) = (5 if pattern and ".1." in name and "input" in name else 8), weight.shape[1:]
+            inputs, outputs = (first, last) if peft is None else (last, first)
+            a, b = torch.randn(4 * 2, inputs) * 0.1, torch.randn(outputs, 2 * 4) * 0.1
+            key = f"base_model.model.{name.removesuffix('.weight')}.lora"
+            factors |= {f"{key}_A.weight": a, f"{key}_B.weight": b}
+            delta = torch.einsum("ore,eri->eoi", b.double().view(-1, 2, 4), a.double().view(4, 2, -1)) * alpha / 2
+            updates[name] = delta.transpose(1, 2) if peft is None else delta
+    stacks = ["input_linear.weight", "output_linear.weight"]
+    config: dict[str, Any] = {"target_parameters": stacks, "alpha_pattern": pattern, "peft_version": peft}
+    adapter = write(tmp_path / "adapter", factors, r=2, target_modules=[], **config)
+    report = merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", verify="logits", progress=False)
+    assert "experts read as axis" in report.readings[0]
+    after = all_tensors(tmp_path / "out")
+    assert len(updates) == 4
+    for name, weight in before.items():
+        expected = weight.double() + updates.get(name, torch.zeros(()))
+        assert (after[name].double() - expected).abs().max() < 1e-6, name
+
+
+def test_layers_of_t5_as_peft_up_to_0_18_counted_them(tmp_path: Path) -> None:
+    """Its `layers_to_transform` took the last number of `block.1.layer.0`, so 0 was the attention of every block."""
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 256}
+    base = save_base(tmp_path / "base", T5Config(**sizes, architectures=["T5ForConditionalGeneration"]))
+    adapter = train(
+        load(base), tmp_path / "adapter", task_type="SEQ_2_SEQ_LM", target_modules=r".*layer\.0\.SelfAttention\.q"
+    )
+    merge_adapter(adapter, tmp_path / "expected", base=base, progress=False)
+    edit_config(adapter, target_modules=["q"], layers_to_transform=[0], peft_version=None)
+    merge_adapter(adapter, tmp_path / "out", base=base, progress=False)
+    after, expected = all_tensors(tmp_path / "out"), all_tensors(tmp_path / "expected")
+    assert all(torch.equal(after[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("lora", [{"modules_to_save": ["lm_head"]}, {"target_modules": ["q", "shared"]}])
+def test_a_head_of_t5_that_is_stored_apart(lora: dict[str, Any], tmp_path: Path) -> None:
+    """flan-T5's: transformers 5 calls it tied in every config, and keeps the stored one."""
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 256}
+    base = save_base(tmp_path / "base", T5Config(**sizes, architectures=["T5ForConditionalGeneration"]))
+    head = torch.randn(256, 64).bfloat16()
+    add_tensors(edit_config(base, tie_word_embeddings=False), {"lm_head.weight": head})
+    live = load(base)
+    adapter = train(live, tmp_path / "adapter", **{"target_modules": ["q"], "task_type": "SEQ_2_SEQ_LM"} | lora)
+    merge_adapter(adapter, tmp_path / "out", base=base, dtype="float32", progress=False)
+    tokens = {"input_ids": INPUT_IDS, "decoder_input_ids": INPUT_IDS}
+    with torch.inference_mode():
+        merged, trained = (model.eval()(**tokens).logits for model in (load(tmp_path / "out"), live))
+    assert (merged - trained).abs().max() < 1e-4 * trained.abs().max()

@@ -47,7 +47,7 @@ TRAINED_BESIDE = (
     "new_embeddings.safetensors", "new_embeddings.bin",
 )  # fmt: skip
 # Names of factors and files in other formats than PEFT's.
-OTHER_NAMES = re.compile(r"\.lora_[ab](\.|$)|lora[._](down|up)\.|\.linear_(in|out)\.")
+OTHER_NAMES = re.compile(r"\.lora_[ab](\.|$)|lora[._](down|up)\.|\.linear_(in|out)\.weight$")
 OTHER_FILES = re.compile(r"adapters?\.safetensors|.*\.(gguf|pt|pth|nemo)")
 OTHER_FORMAT = (
     "it may be of MLX, torchtune, llama.cpp, Kohya or NeMo: convert it to PEFT's format with the tool that wrote it"
@@ -99,6 +99,8 @@ class Entries(BaseModel, strict=True):
 
 # A factor's name with the adapter's name left in it, or without `.weight`, as state_dict() and some exporters have it.
 FACTOR_NAME = re.compile(r"(?P<factor>.*\.lora_(?:[AB]|embedding_[AB]|magnitude_vector))(?:\.(?P<rest>.*))?")
+# Biases of a module trained whole that bias="all" saves a second and third time: of its copy, and the untrained ones.
+SAVED_AGAIN = re.compile(r"(.*\.)(?:modules_to_save|original_module)\.(?:default\.)?(.*\bbias)")
 # torch.compile, FSDP and activation checkpointing put these before the names of the modules that they wrap.
 WRAPPERS = re.compile(
     r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.|^module\.|(?<=^base_model\.model\.)module\."
@@ -191,8 +193,10 @@ def resolve_adapter(path: Path) -> Adapter:
         raise UsageError(f"adapter {path}: {beside} holds more weights, which the training changed, too", fix=fix)
     files = weight_files(path)
     spans = [span for file in files for span in read_shard(file).spans]
-    standard = {span.name: standard_name(span.name) for span in spans}
-    if twice := [name for name, count in Counter(standard[span.name] for span in spans).items() if count > 1]:
+    names = {span.name for span in spans}
+    names -= {name for name in names if (match := SAVED_AGAIN.fullmatch(name)) and match[1] + match[2] in names}
+    standard = {name: standard_name(name) for name in names}
+    if twice := [name for name, count in Counter(standard.values()).items() if count > 1]:
         problem = f"adapter {path} holds several tensors that are {twice[0]}"
         raise UsageError(problem, fix="save one adapter in a directory of its own")
     if config.get("ensure_weight_tying") and not isinstance(config.get("target_modules"), str):
@@ -201,9 +205,12 @@ def resolve_adapter(path: Path) -> Adapter:
             if f"{PREFIX}{tensor_name}" in standard.values() and "lm_head" not in (config.get(key) or ()):
                 config[key] = [*(config.get(key) or ()), "lm_head"]
     adapter = Adapter(path, config, (), directory=path)
-    is_stacked = any(len(s.shape) == 3 and ".experts." in s.name and FACTOR.fullmatch(standard[s.name]) for s in spans)
-    if len(files) > 1 or is_stacked or config != stored or any(name != other for name, other in standard.items()):
-        tensors = {standard[name]: tensor for file in files for name, tensor in load_file(file).items()}
+    stacks = [span.name for span in spans if len(span.shape) == 3 and ".experts." in span.name]
+    is_stacked = any(FACTOR.fullmatch(standard_name(name)) for name in stacks)
+    is_other = len(standard) < len(spans) or any(name != other for name, other in standard.items())
+    if len(files) > 1 or is_stacked or config != stored or is_other:
+        loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        tensors = {other: loaded[name] for name, other in standard.items()}
         adapter = adapter.rewritten(split_experts(tensors), config)
     return replace(adapter, spans=read_factors(adapter))
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from cogumi.core.safetensors_file import Span, leading_rows_equal
-from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, Adapter
+from cogumi.merge.adapter_files import BOTH_SIDES, FACTOR, OTHER_BASE, PREFIX, SAVED_AGAIN, Adapter
 from cogumi.merge.bases import Base
 from cogumi.merge.foreign_adapters import add_layers, text_sides
 from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Rows, head_classes, trained_class
@@ -76,6 +76,7 @@ def check_keys(adapter: Adapter, base: Base, spans: dict[str, Span], layers: Any
     from peft import get_peft_model_state_dict
 
     expected = get_peft_model_state_dict(layers, save_embedding_layers=False)
+    expected = {key: tensor for key, tensor in expected.items() if not SAVED_AGAIN.fullmatch(key)}
     # PEFT adds the embedding at times, and whole state dicts, as DeepSpeed gathers them, have all of the base.
     stored = layers.get_base_model().state_dict()
     allowed = {f"{PREFIX}{name}".replace(".default", ""): tensor for name, tensor in stored.items()} | expected

@@ -23,8 +23,8 @@ from cogumi.core.errors import UsageError
 from cogumi.core.safetensors_file import Span
 from cogumi.merge.adapter_files import FACTOR, OTHER_BASE, PREFIX, Adapter, as_written, read_base_record
 from cogumi.merge.bases import Base
-from cogumi.merge.expert_layout import Reading, Stack, as_reading, read_layout
-from cogumi.merge.parameter_map import OWN_PART, candidate_classes, renamed_tensors, weight_converters
+from cogumi.merge.expert_layout import ExpertLayout, Reading, Stack, as_reading, expert_factors, read_layout
+from cogumi.merge.parameter_map import candidate_classes, module_of, renamed_tensors, weight_converters
 from cogumi.models.base import meta_model
 from cogumi.patches.trl_internals import swaps_features, targets_as_named
 
@@ -44,6 +44,8 @@ FUSED_LAYERS = {
     "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+# New names of an adapter's modules by the old, layers that a model of the base stacks, and that model.
+Located = tuple[dict[str, tuple[str, ...]], list["Expert"], Any]
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,25 @@ def as_installed(adapter: Adapter, base: Base, expert_layout: str | None = None)
 
     Raises UsageError for an adapter of which more than one reading, or none, fits the base.
     """
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
     factors = {module_of(span.name) for span in adapter.spans if FACTOR.fullmatch(span.name)}
     modules = factors | {module_of(span.name) for span in adapter.spans}
-    renamed, experts, model = locate_modules(modules, base.model_config)
+    renamed, experts, model = located = locate_modules(modules, base.model_config)
     kinds, has_stacks = dict(model.named_modules()), adapter.config.get("target_parameters")
     is_unnamed = adapter.config.get("target_modules") in (None, "all-linear")
+    if adapter.config.get("layers_to_transform") is not None:  # versions of PEFT count T5's layers differently
+        lora = LoraConfig.from_pretrained(str(adapter.directory))
+        is_unnamed |= not all(check_target_module_exists(lora, module) for module in factors)
     has_routers = any(target_of(kinds, module).endswith(".weight") for module in factors)
+    stacks = {module: names[0] for module, names in renamed.items() if module in factors and names[0] not in kinds}
+    layout = read_stacks(adapter, model, stacks, expert_layout) if stacks else None
     if renamed or experts or (factors and not has_stacks and (is_unnamed or has_routers)):
-        adapter = with_model_names(adapter, base, model, renamed, experts)
-    if has_stacks and not experts:
+        adapter = with_model_names(adapter, base, located, layout)
+    if has_stacks and not (experts or layout):
         adapter = with_installed_order(adapter, base, model, expert_layout)
     return with_scaled_embeddings(adapter, kinds)
-
-
-def module_of(key: str) -> str:
-    """Return the module of a tensor in an adapter's file."""
-    return OWN_PART.sub("", key).removeprefix(PREFIX)
 
 
 def target_of(kinds: Mapping[str, Any], module: str) -> str:
@@ -117,7 +122,7 @@ def with_scaled_embeddings(adapter: Adapter, kinds: Mapping[str, Any]) -> Adapte
     return adapter.rewritten(tensors, adapter.config, "embedding's update divided by its scale (PEFT up to 0.17)")
 
 
-def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str, ...]], list[Expert], Any]:
+def locate_modules(modules: set[str], config: Any) -> Located:
     """Return names of an adapter's modules in a model that has others, layers that it stacks, and that model of a base.
 
     The first class in which every module is found is taken; modules that no class has are left to the plan's own error.
@@ -127,7 +132,7 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
         model = meta_model(config, kind)
         known = {name for name, _ in model.named_modules()}
         unknown = modules - known
-        parameters = {name for name, _ in model.named_parameters()}
+        parameters = dict(model.named_parameters())
         renamed: dict[str, tuple[str, ...]] = {}
         by_module: dict[str, Expert] = {}
         text = text_sides(model)[0][0].rpartition(".")[0]
@@ -139,6 +144,8 @@ def locate_modules(modules: set[str], config: Any) -> tuple[dict[str, tuple[str,
             patterns = stacked_patterns(model, pattern) if pattern else []
             if pattern is None and parameter.removesuffix(".weight") in known:
                 renamed[module] = (parameter.removesuffix(".weight"),)
+            elif pattern is None and parameter in parameters and parameters[parameter].ndim == 3:
+                renamed[module] = (parameter,)  # of a stack that was a module, as GraniteMoe's input_linear
             elif patterns and number and parameter in parameters:
                 part = patterns.index(str(pattern))
                 by_module[module] = Expert(module, parameter, int(number[1]), axis=2, part=part, parts=len(patterns))
@@ -173,7 +180,7 @@ def other_name(module: str) -> str:
     return module
 
 
-def expert_of_stack(model: Any, module: str, parameters: set[str]) -> Expert | None:
+def expert_of_stack(model: Any, module: str, parameters: Mapping[str, Any]) -> Expert | None:
     """Return where a model stacks a layer of one expert that no checkpoint of it stores; None if it has no such stack."""
     match = SPLIT_STACK.fullmatch(other_name(module))
     if match is None:
@@ -225,13 +232,11 @@ def stacked_patterns(model: Any, pattern: str) -> list[str]:
     return []
 
 
-def with_model_names(
-    adapter: Adapter, base: Base, model: Any, renamed: Mapping[str, tuple[str, ...]], experts: list[Expert]
-) -> Adapter:
-    """Rename modules and stack experts. The configuration names every module, so that PEFT matches no pattern of old names."""
-    config = adapter.config
+def with_model_names(adapter: Adapter, base: Base, located: Located, layout: ExpertLayout | None) -> Adapter:
+    """Rename modules and stack experts, those of `layout` whole. The configuration names all, so that no old pattern matches."""
+    (renamed, experts, model), config = located, adapter.config
     has_patterns = bool(config.get("rank_pattern") or config.get("alpha_pattern"))
-    if config.get("target_parameters") and (experts or has_patterns):
+    if config.get("target_parameters") and (experts or (has_patterns and not layout)):
         problem = "it changes stacked parameters beside modules whose names or ranks are another version's"
         raise adapter.refused(problem, fix=as_written(adapter.config))
     parameters = dict(model.named_parameters())
@@ -269,6 +274,13 @@ def with_model_names(
     for expert in experts:
         stacks[expert.parameter].append(expert)
     factors = {}
+    readings = {parameter: Reading(members[0].axis, grouped=False) for parameter, members in stacks.items()}
+    for module, (parameter, *_) in renamed.items():
+        if layout and (reading := layout.readings.get(parameter)):
+            a, b = (out.pop(f"{PREFIX}{parameter}.lora_{side}.weight") for side in "AB")
+            factors[parameter] = a, b = expert_factors(a, b, len(parameters[parameter]), reading)
+            readings[parameter] = replace(reading, grouped=False)
+            scalings[parameter] = a.shape[1], scaling_of(config, f"{module}.weight") * a.shape[1]
     for parameter, members in sorted(stacks.items()):
         a, b, scaling = stack_factors(adapter, members, tensors, parameters[parameter].shape)
         if parameters[parameter].ndim == 2:
@@ -280,7 +292,8 @@ def with_model_names(
         scalings[parameter] = a.shape[1], scaling * a.shape[1]
     config = {key: value for key, value in config.items() if not key.startswith(("layers_", "exclude_"))}
     config |= {"target_modules": sorted(scalings.keys() & kinds), "lora_dropout": 0}  # which no parameter has
-    config["target_parameters"] = config.get("target_parameters") or sorted(scalings.keys() - kinds)
+    if layout or not config.get("target_parameters"):
+        config["target_parameters"] = sorted(scalings.keys() - kinds)
     if saved := config.get("modules_to_save"):  # by their whole names: PEFT takes all that end with a name
         saving = [module for module in plain if any(f"{name}." in f"{module}." for name in saved)]
         config["modules_to_save"] = sorted(target for module in saving for target in renamed.get(module, (module,)))
@@ -296,11 +309,11 @@ def with_model_names(
         a, b = factors[parameter]
         count, rank = a.shape[:2]
         flat_a, flat_b = a.reshape(count * rank, -1), b.permute(1, 2, 0).reshape(-1, rank * count)
-        reading = Reading(stacks[parameter][0].axis, grouped=False)
         installed = Reading(2 if swaps_features(wrapper) else 1, grouped=False)
-        out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = as_reading(flat_a, flat_b, count, reading, installed)
+        pair = as_reading(flat_a, flat_b, count, readings[parameter], installed)
+        out[f"{key}.lora_A.weight"], out[f"{key}.lora_B.weight"] = pair
     evidence = f"{len(experts)} layers of single experts, which this transformers stacks" if experts else ""
-    return adapter.rewritten(out, config, evidence)
+    return adapter.rewritten(out, config, evidence or str(layout or ""))
 
 
 def check_promises(adapter: Adapter, base: Base, experts: list[Expert], counts: Mapping[str, int]) -> None:
@@ -402,6 +415,24 @@ def stack_parameter(key: str, wrapper: Any) -> str:
     return f"{key.removeprefix(PREFIX).replace('.base_layer', '')}.{wrapper.parameter_name}"
 
 
+def layout_of(adapter: Adapter, stacks: list[Stack], chosen: str | None) -> ExpertLayout:
+    record = read_base_record(adapter.path)
+    try:
+        return read_layout(adapter.config, stacks, chosen, record.transformers if record else None)
+    except UsageError as error:
+        raise UsageError(f"adapter {adapter.path}: {error.message}", key=error.key, fix=error.fix) from error
+
+
+def read_stacks(adapter: Adapter, model: Any, names: Mapping[str, str], expert_layout: str | None) -> ExpertLayout:
+    """Read the order of stacks that were modules of their own until transformers 5. names: parameter by module."""
+    shapes, stacks = {span.name: span.shape for span in adapter.spans}, []
+    for module, parameter in names.items():
+        factors = shapes[f"{PREFIX}{module}.lora_A.weight"], shapes[f"{PREFIX}{module}.lora_B.weight"]
+        family = stack_family(model.get_submodule(parameter.rpartition(".")[0]))
+        stacks.append(Stack(parameter, tuple(model.get_parameter(parameter).shape), factors, False, family))
+    return layout_of(adapter, stacks, expert_layout)
+
+
 def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout: str | None) -> Adapter:
     """Rewrite the factors of expert stacks from the order of the version that wrote them to the installed PEFT's."""
     wrappers = expert_wrappers(adapter, base, model, adapter.config)
@@ -417,12 +448,7 @@ def with_installed_order(adapter: Adapter, base: Base, model: Any, expert_layout
             stacks[key] = Stack(parameter, shape, (shapes[0], shapes[1]), is_in_out, stack_family(experts))
     if not stacks:
         return adapter
-    record = read_base_record(adapter.path)
-    trained_with = record.transformers if record else None
-    try:
-        layout = read_layout(adapter.config, list(stacks.values()), expert_layout, trained_with)
-    except UsageError as error:
-        raise UsageError(f"adapter {adapter.path}: {error.message}", key=error.key, fix=error.fix) from error
+    layout = layout_of(adapter, list(stacks.values()), expert_layout)
     installed = {key: Reading(2 if swaps_features(wrappers[key]) else 1, grouped=False) for key in stacks}
     readings = {key: (layout.readings[stacks[key].parameter], installed[key]) for key in stacks}
     changed = [key for key, (stored, installed) in readings.items() if stored != installed]

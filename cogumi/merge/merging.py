@@ -197,7 +197,7 @@ def merge_adapter(
     if not has_tokenizer(plan.side_files):
         log.warning("neither %s nor the base has a tokenizer, so the merged model has none", pairs[0][0])
     config, file = json.loads(plan.config), target / "tokenizer.json"
-    rows = (config.get("text_config") or config).get("vocab_size", math.inf)
+    rows = (config.get("text_config") or config).get("vocab_size") or math.inf  # null where a model reads sound
     tokens = read_json(file).get("added_tokens", []) if file.is_file() else []
     if (last := max((token["id"] for token in tokens), default=0)) >= rows:
         message = "the tokenizer has token %d and the model %d rows: one trained on more should bring its embedding"

@@ -24,6 +24,11 @@ from cogumi.models.base import auto_class, meta_model, named_class
 OWN_PART = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.|base_layer\.|original_module\.).*|\.[^.]+$")
 
 
+def module_of(key: str) -> str:
+    """Return the module of a tensor in an adapter's file, "" for one of the model itself (final_logits_bias)."""
+    return OWN_PART.sub("", f".{key.removeprefix(PREFIX)}").removeprefix(".")
+
+
 @dataclass(frozen=True)
 class Place:
     """Rows of a stored tensor, seen as a matrix of its last dimension, that hold one piece of a parameter.
@@ -158,7 +163,7 @@ def adapted_class(config: Any, keys: Iterable[str], task: str | None = None) -> 
     The first two differ where auto_class leaves towers out: `model.language_model.layers` is `model.layers` there.
     task: the adapter's task_type.
     """
-    modules = {OWN_PART.sub("", key.removeprefix(PREFIX)) for key in keys}
+    modules = {module_of(key) for key in keys}
     candidates = candidate_classes(config, task)
     for kind in candidates:
         if modules <= {name for name, _ in meta_model(config, kind).named_modules()}:

@@ -26,12 +26,12 @@ from cogumi.core.safetensors_file import (
     matrix_shape,
     read_shard,
 )
-from cogumi.merge.adapter_files import PREFIX, Adapter, read_json, standard_name, weight_files
+from cogumi.merge.adapter_files import Adapter, read_json, standard_name, weight_files
 from cogumi.merge.bases import Base
 from cogumi.merge.changes import adapter_changes
 from cogumi.merge.completeness import check_base, check_output, describe_missing
 from cogumi.merge.output_directory import output_config, set_head, side_files
-from cogumi.merge.parameter_map import OWN_PART, Change, Changes, Checkpoint, LowRank, Place, read_checkpoint
+from cogumi.merge.parameter_map import Change, Changes, Checkpoint, LowRank, Place, module_of, read_checkpoint
 from cogumi.merge.quantized import Bnb4bit
 from cogumi.models.targets import Coverage, measure_coverage, unmatched_names
 
@@ -295,7 +295,7 @@ def names_without_tensor(adapter: Adapter, changed: Collection[str]) -> list[str
     if config.get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):  # PEFT adds the names of all heads that it knows
         config["modules_to_save"] = None
     spans = [span for file in weight_files(adapter.path) for span in read_shard(file).spans]
-    modules = {OWN_PART.sub("", standard_name(span.name).removeprefix(PREFIX)) for span in spans}
+    modules = {module_of(standard_name(span.name)) for span in spans}
     unmatched = unmatched_names(config, modules, changed, {*modules, *changed})
     return [f"{key} {', '.join(names)}" for key, names in unmatched.items()]
 
@@ -338,8 +338,12 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
         # transformers ties two stored tensors only where they are equal, whatever the config says.
         stored_head = checkpoint.spans[head_places[0].tensor] if head_places else None
         if stored_head and not leading_rows_equal(stored_head, checkpoint.spans[homes[0].tensor]):
+            if base.config.get("tie_word_embeddings") is False and not changes.parameters.get(head, Change()).rows:
+                continue  # T5's class calls them tied, whatever the file says
             message = f"base {base.name} stores a {head} that differs from the {embedding} it should be tied to"
-            raise UsageError(message, fix="set tie_word_embeddings to false in its config.json")
+            raise UsageError(
+                message, fix="set tie_word_embeddings to false in its config.json; train T5 without tokens"
+            )
         if same_change(changes.parameters.get(head), changes.parameters.get(embedding)):
             del changes.parameters[head]
             if head_places:
