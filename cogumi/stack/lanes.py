@@ -113,10 +113,8 @@ def torch_build() -> tuple[str | None, str | None]:
 def check_lane() -> Finding:
     versions = installed_versions()
     if absent := [name for name in NEEDED if name not in versions]:
-        figure, fix = (
-            f"missing: {join_names(absent, MAX_NAMES)}",
-            INSTALL if IS_CLONE else pip_command("install cogumi"),
-        )
+        figure = f"missing: {join_names(absent, MAX_NAMES)}"
+        fix = INSTALL if IS_CLONE else pip_command("install cogumi")
         return Finding("installed", "fatal", figure, "nothing works without these", fix)
     if absent := [name for name in TRAINING_PACKAGES if name not in versions]:
         figure, fix = f"not installed: {join_names(absent, MAX_NAMES)}", install_command("train")
