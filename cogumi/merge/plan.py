@@ -341,9 +341,7 @@ def find_untied(changes: Changes, checkpoint: Checkpoint, base: Base) -> tuple[b
             if base.config.get("tie_word_embeddings") is False and not changes.parameters.get(head, Change()).rows:
                 continue  # T5's class calls them tied, whatever the file says
             message = f"base {base.name} stores a {head} that differs from the {embedding} it should be tied to"
-            raise UsageError(
-                message, fix="set tie_word_embeddings to false in its config.json; train T5 without tokens"
-            )
+            raise UsageError(message, fix="set tie_word_embeddings to false in its config.json")
         if same_change(changes.parameters.get(head), changes.parameters.get(embedding)):
             del changes.parameters[head]
             if head_places:
