@@ -107,6 +107,7 @@ def test_preflight_names_the_kernels_of_a_card_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(recurrent_kernels, "apply", lambda _: found)
     (line,) = describe_kernels(run, config, here)
     assert (line.state, "flash" in line.figure, "times" in line.figure) == ("yellow", False, False)
+    assert line.figure.endswith("loops run, how much slower is not known")
     monkeypatch.undo()
     assert describe_kernels(run, config, find_target(None, run)) == []  # a CPU has the loops alone
     assert describe_kernels(run, read_base("cogumi:random-gemma4").config, here) == []

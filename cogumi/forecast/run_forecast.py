@@ -55,6 +55,7 @@ REACHED = 0.4  # of the card's dense bf16 peak, in hardware FLOP (PaLM, arXiv:22
 KERNEL_SECONDS = 8e-6  # that eager PyTorch takes to launch one; assumed (docs/preflight.md)
 PROBED = 10  # steps
 SLOWER = ", which others measured at 1.7 to 5.7 times the time"  # docs/preflight.md has the sources
+UNKNOWN_FACTOR = ", how much slower is not known"
 
 ForecastLines = tuple[list[Line], dict[str, Any]]
 """The lines on memory, time and disk, and the figures behind them."""
@@ -244,7 +245,7 @@ def describe_kernels(run: RunConfig, base_config: Any, target: Target) -> list[L
         text = "the hub's" if hub else ", ".join(sorted({name for name, _ in kernels}))
         return [Line("kernels", f"of recurrent layers: {text}")] if kernels else []
     text = f"recurrent layers call {missing.replace(' ', ', ')}, {'if installed there' if target.named else 'not installed'}"
-    text += f"; without, PyTorch's loops run{SLOWER if 'flash-linear-attention' in missing else ''}"
+    text += f"; without, PyTorch's loops run{SLOWER if 'flash-linear-attention' in missing else UNKNOWN_FACTOR}"
     fix = f"{pip_command(f'install {missing}')}, or set train.model_init_kwargs: {{use_kernels: true}} for the hub's"
     if target.named:
         fix = "lanes for cards have flash-linear-attention; set train.model_init_kwargs: {use_kernels: true} for the others"
