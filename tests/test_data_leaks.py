@@ -275,3 +275,15 @@ def test_a_resumed_run_with_another_choice_of_rows_says_so(tmp_path: Path, caplo
     write_section(run_dir / DECISIONS, DATA, read_section(run_dir / DECISIONS, DATA) | {"split": "another"})
     examples.record(run_dir)
     assert "the held-out rows may be others than when the run began" in caplog.text
+    examples.record(run_dir)
+    assert read_section(run_dir / DECISIONS, DATA)["changed_since_start"]  # also after a second resume
+
+
+def test_the_verdict_says_that_the_rows_have_changed(sft: dict[str, Any], tmp_path: Path) -> None:
+    rows = pl.read_parquet(sft["data"]["source"])
+    sft["data"]["source"] = str(tmp_path / "rows.parquet")
+    for part, values in ((rows.head(200), {"cogumi__sanity": 3}), (rows.tail(200), {})):
+        part.write_parquet(tmp_path / "rows.parquet")
+        result = cogumi.train(sft, **values)
+    warned = [check for check in result.verdict.checks if check.warning and check.name == "held-out rows"]
+    assert [check.figure for check in warned] == ["changed since the run began"]

@@ -14,7 +14,7 @@ from cogumi.evaluation.paired import MIN_ROWS, compare_paired
 from cogumi.evaluation.reward_scores import Scored, call_rewards, read_rewards, read_weights
 from cogumi.health.data_checks import count_planned_examples
 from cogumi.health.verdict import Check
-from cogumi.methods.examples import Examples
+from cogumi.methods.examples import CHANGED, DATA, Examples
 from cogumi.rewards.distribution import weighted_total
 from cogumi.telemetry.recorder import preserve_rng_and_mode
 
@@ -63,7 +63,7 @@ def check_after(run: RunConfig, model: Any, tokenizer: Any, examples: Examples) 
     """Score the prompts of `record_before` again and compare; no check without them."""
     before = [float(reward) for reward in read_section(run.run_dir / DECISIONS, SECTION).get("before", ())]
     after: list[float] = []
-    if before:
+    if before and not read_section(run.run_dir / DECISIONS, DATA).get(CHANGED):
         with best_effort("score held-out prompts"):
             after = score_prompts(run, model, tokenizer, examples, len(before))
     if not after:

@@ -35,6 +35,7 @@ from cogumi.rewards.task_packages import ANSWER_RULE, task_rows
 from cogumi.rl.guards import POSITIONS, context_of
 
 log = logging.getLogger("cogumi")
+CHANGED = "changed_since_start"  # of the section below: the held-out rows are others than when the run began
 DATA = "data"  # of decisions.json: the key of its prepared data, what became of its rows, how long they are
 BARS = 24  # of the histogram of lengths, at most
 SAMPLE_ROWS = 32  # held-out examples that are prompts for samples.jsonl, at most
@@ -80,10 +81,13 @@ class Examples:
         `lengths`: (first, last, examples) in tokens, [] of prompts.
         """
         before = read_section(run_dir / DECISIONS, DATA)
-        if before and before.get("split") != self.split:
+        is_changed = bool(before) and before.get("split") != self.split
+        if is_changed:
             log.warning("the held-out rows may be others than when the run began, which may have trained on some of them: the "
                         "data or the version of cogumi changed. For a comparable eval_loss begin a new run")  # fmt: skip
         section = {name: getattr(self, name) for name in ("key", "split", "today", "max_length")} | {"held_out": None}
+        if is_changed or before.get(CHANGED):
+            section[CHANGED] = True
         accounts = [asdict(account_for(data)) | {"lengths": data.lengths.buckets(BARS)} for data in self.parts()]
         write_section(run_dir / DECISIONS, DATA, section | dict(zip(("train", "held_out"), accounts, strict=False)))
 

@@ -44,7 +44,7 @@ from cogumi.health.sentinel import EarlyEnd, Sentinel, judge_moved
 from cogumi.health.verdict import Check, attempt, judge_divergence, judge_gspo, judge_training
 from cogumi.merge.adapter_files import write_base_record
 from cogumi.methods import dpo
-from cogumi.methods.examples import Examples
+from cogumi.methods.examples import CHANGED, DATA, Examples
 from cogumi.stack.ranks import Ranks
 from cogumi.telemetry import recorder, trackers
 from cogumi.telemetry.heartbeat import Heartbeat, compare_rollouts
@@ -366,6 +366,12 @@ def judge_fit(run: RunConfig, trainer: Any, fitted: TrainingOutcome, ranks: Rank
     if not any("loss" in row for row in metrics):  # its end was fetched from a mirror
         recorder.truncate_metrics(run_dir, state)
         metrics = read_jsonl(run_dir / "metrics.jsonl")
+    if read_section(run_dir / DECISIONS, DATA).get(CHANGED):
+        figure, fix = (
+            "changed since the run began",
+            "begin a new run to compare losses before and after on the same rows",
+        )
+        checks.append(Check("held-out rows", figure, "those of the first step", True, fix, warning=True))
     checks += attempt("steps", judge_training, metrics, state.global_step, state.max_steps, fitted.ended is not None)
     lost = trainer.cogumi_protection.saver.lost_best
     if lost and trainer.args.load_best_model_at_end and not state.best_model_checkpoint:
