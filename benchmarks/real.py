@@ -209,13 +209,15 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        print(time.monotonic(), flush=True)
+        marks.append(time.monotonic())
+marks = []
 model, data, out, values = sys.argv[1:]
 rows = load_dataset("json", data_files=data, split="train")
 rows = rows.map(lambda row: {"prompt": row["messages"][:1], "completion": row["messages"][1:]}, remove_columns="messages")
 SFTTrainer(AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
            SFTConfig(out, report_to="none", save_strategy="no", bf16=False, **json.loads(values)), train_dataset=rows,
            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"), callbacks=[Clock()]).train()
+print(json.dumps(marks))
 """
 
 
@@ -227,7 +229,7 @@ def beside_trl() -> Iterator[Row]:
     plain = run_process(python(PLAIN, MODEL, DATA / "sft.jsonl", FOLDER / "plain-trl", values))
     ours = run_process([sys.executable, "-m", "cogumi", "train", str(file)])
     metrics = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    marks = [[each["time"] for each in metrics if "loss" in each], [float(line) for line in plain.output.split()]]
+    marks = [[each["time"] for each in metrics if "loss" in each], json.loads(plain.output.splitlines()[-1])]
     steps = [times[-1] - times[0] for times in marks]
     around = [done.seconds - inside for done, inside in zip((ours, plain), steps, strict=True)]
     note = f"{steps[0]:.1f} and {steps[1]:.1f} s; processes {ours.seconds:.1f} and {plain.seconds:.1f} s"

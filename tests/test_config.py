@@ -63,14 +63,11 @@ def test_a_good_config_is_bound_to_the_trainers_types(
 
 def test_paths_begin_at_home_where_they_say_so(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    keys = (
+    keys = [
         "model.name",
         "model.adapter",
-        "cogumi.run_dir",
-        "cogumi.mirror",
-        "cogumi.merge_base",
-        "cogumi.compare_with",
-    )
+        *(f"cogumi.{key}" for key in ("run_dir", "mirror", "merge_base", "compare_with")),
+    ]
     run = load_config(config, **{key.replace(".", "__"): "~/a" for key in keys})
     sections = {"model": run.model, "cogumi": run.cogumi}
     values = {key: str(getattr(sections[key.partition(".")[0]], key.partition(".")[2])) for key in keys}

@@ -143,10 +143,8 @@ def test_answers_marked_as_bad_are_not_learned(tmp_path: Path, row: dict[str, An
             pl.DataFrame(rows).write_parquet(file)
         else:
             pl.DataFrame(rows).write_csv(file)
-        data, ours = (
-            {"format": format, "eval_rows": 0, **more},
-            {"rewards": ["exact_answer"]} if method == "gspo" else {},
-        )
+        data = {"format": format, "eval_rows": 0, **more}
+        ours = {"rewards": ["exact_answer"]} if method == "gspo" else {}
         config = run_config(method, tmp_path, source or file, tmp_path / "run", data_section=data, cogumi=ours)
         return len(prepare_examples(load_config(config), chat_tokenizer("qwen3")).train.dataset)
 

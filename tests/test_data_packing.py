@@ -158,9 +158,8 @@ def test_each_planted_leak_is_found_in_every_pair_of_lengths(leak: Any, dtype: A
 def test_a_leak_that_rounding_would_hide_is_found(leak: Any, dtype: Any, monkeypatch: Any) -> None:
     """Of first weights a state changes logits by less than their last bit in bfloat16."""
     with monkeypatch.context() as patches:
-        patches.setattr(
-            torch.nn.Parameter, "mul_", lambda *_: None
-        )  # what `model_of` does so that rounding hides nothing
+        # `model_of` enlarges weights so that rounding hides nothing.
+        patches.setattr(torch.nn.Parameter, "mul_", lambda *_: None)
         model = hybrid(leak, monkeypatch, dtype)
     distance, bound = probe_packing(model, documents(), pad_token_id=0)
     assert (distance > 2 * bound) == (leak is not None)

@@ -364,6 +364,18 @@ def test_a_held_out_reward_that_fell_fails(
     (check,) = held_out_reward.check_after(run, None, None, cast(Any, None))
     assert str(check).startswith(mark)
     assert "greedy answers to 40 prompts" in check.figure
+    write_json(
+        tmp_path / "decisions.json", read_json(tmp_path / "decisions.json") | {"data": {"changed_since_start": True}}
+    )
+    assert held_out_reward.check_after(run, None, None, cast(Any, None)) == []  # other prompts
+
+
+def test_completions_of_rows_without_columns_are_scored() -> None:
+    def length(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    run = load_config("smoke/chat-gspo")
+    assert comparison.score_written(run, ([length], [0.5]), ["ab", "c"], ["p", "q"], {}) == [1.0, 0.5]
 
 
 def test_a_run_of_few_completions_or_with_another_comparison_scores_no_prompts(finished_gspo: FinishedRun) -> None:

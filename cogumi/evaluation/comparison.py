@@ -91,11 +91,9 @@ def compare_models(
                 values = score_answers(model, ids, answer_ids, rejected_ids if score == MARGIN else [])
                 scored[score][name] = [round(value, LIKELIHOOD_DIGITS) for value in values]
         del model
-        cells = [{key: values[at] for key, values in columns.items()} for at in range(len(prompts))]
-        completions = [Scored(0, *row) for row in zip(written[name], prompts, cells, strict=True)]
-        for score, (functions, weights) in rewards.items():
+        for score, entry in rewards.items():
             if score not in ANSWER_IDS:
-                scored[score][name] = weighted_total(call_rewards(run, functions, completions, []), weights)
+                scored[score][name] = score_written(run, entry, written[name], prompts, columns)
     notes = [f"greedy completions of at most {max_new_tokens} tokens"]
     notes += (
         [f"below {MIN_ROWS} prompts the sign test has to tell them apart as well"] if len(prompts) < MIN_ROWS else []
@@ -110,6 +108,20 @@ def complete(model: Any, tokenizer: Any, ids: list[list[int]], length: int, stop
     batches = [ids[at : at + BATCH_ROWS] for at in range(0, len(ids), BATCH_ROWS)]
     bar = tqdm(batches, "completing", disable=None, leave=False)  # on a terminal alone
     return [text for batch in bar for text, _ in complete_with_ends(model, tokenizer, batch, length, stops)]
+
+
+def score_written(
+    run: RunConfig,
+    entry: tuple[list[Any], list[float]],
+    written: Sequence[str],
+    prompts: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[float]:
+    """Return the weighted total of each completion. entry: reward functions and their weights."""
+    cells = [{key: values[at] for key, values in columns.items()} for at in range(len(prompts))]
+    completions = [Scored(0, *row) for row in zip(written, prompts, cells, strict=True)]
+    functions, weights = entry
+    return weighted_total(call_rewards(run, functions, completions, []), weights)
 
 
 def score_answers(

@@ -9,18 +9,17 @@ import numpy as np
 from cogumi.config.schema import RunConfig
 from cogumi.core.errors import best_effort
 from cogumi.core.run_directory import DECISIONS, jsonable_numbers, read_section, write_section
-from cogumi.evaluation.comparison import complete, read_held_out
+from cogumi.evaluation.comparison import complete, read_held_out, score_written
 from cogumi.evaluation.paired import MIN_ROWS, compare_paired
-from cogumi.evaluation.reward_scores import Scored, call_rewards, read_rewards, read_weights
+from cogumi.evaluation.reward_scores import read_rewards, read_weights
 from cogumi.health.data_checks import count_planned_examples
 from cogumi.health.verdict import Check
 from cogumi.methods.examples import CHANGED, DATA, Examples
-from cogumi.rewards.distribution import weighted_total
 from cogumi.telemetry.recorder import preserve_rng_and_mode
 
 log = logging.getLogger("cogumi")
 NAME, SECTION = "held-out reward", "held_out_reward"
-PAID_SHARE = 0.05  # of the completions that the run trains on, which cost more than twice as much: each time
+PAID_SHARE = 0.05  # of the number of completions that the run trains on, which cost more each
 MAX_PROMPTS = 200
 
 
@@ -45,9 +44,7 @@ def score_prompts(run: RunConfig, model: Any, tokenizer: Any, examples: Examples
     rewards, length = read_rewards(run), run.setting("max_completion_length")
     with preserve_rng_and_mode(model):
         written = complete(model, tokenizer, ids, length, run.cogumi.stop)
-        cells = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        completions = [Scored(0, *row) for row in zip(written, prompts, cells, strict=True)]
-        return weighted_total(call_rewards(run, rewards, completions, []), read_weights(run, rewards))
+        return score_written(run, (rewards, read_weights(run, rewards)), written, prompts, columns)
 
 
 def record_before(run: RunConfig, trainer: Any, tokenizer: Any, examples: Examples) -> None:
@@ -66,9 +63,10 @@ def check_after(run: RunConfig, model: Any, tokenizer: Any, examples: Examples) 
     if before and not read_section(run.run_dir / DECISIONS, DATA).get(CHANGED):
         with best_effort("score held-out prompts"):
             after = score_prompts(run, model, tokenizer, examples, len(before))
-    if not after:
+    pair = compare_paired(before[: len(after)], after)
+    if not pair.rows:
         return []
-    pair, means = compare_paired(before, after), [np.nanmean(rewards) for rewards in (before, after)]
+    means = [np.nanmean(rewards) for rewards in (before, after)]
     figure = f"{means[0]:.4g} before, {means[1]:.4g} after, {pair}, greedy answers to {pair.rows} prompts"
     fix = "train longer, or hold out more rows (data.eval_rows), which tells smaller differences"
     if pair.verdict == "worse":
